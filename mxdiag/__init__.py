@@ -1,0 +1,48 @@
+"""mxdiag X-rays a model's 4-bit error.
+
+`decompose` splits the MXFP4 error of one tensor into scale bias, deadzone truncation and grid noise;
+`scan` does it for every linear layer of a model, for weights, activations and gradients. Names are
+loaded on first use, so that `import mxdiag` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mxdiag.analyze import scan
+    from mxdiag.decomposition import Decomposition, decompose
+    from mxdiag.errors import MxdiagError
+    from mxdiag.quantize.dispatch import quantize_dequantize
+    from mxdiag.run import Run
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Decomposition": "mxdiag.decomposition",
+    "MxdiagError": "mxdiag.errors",
+    "Run": "mxdiag.run",
+    "decompose": "mxdiag.decomposition",
+    "quantize_dequantize": "mxdiag.quantize.dispatch",
+    "scan": "mxdiag.analyze",
+}
+__all__ = [
+    "Decomposition",
+    "MxdiagError",
+    "Run",
+    "__version__",
+    "decompose",
+    "quantize_dequantize",
+    "scan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mxdiag' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""MXFP4 quantizers: `reference` is the truth, `cpu` and `triton_kernel` equal it, `dispatch` chooses."""

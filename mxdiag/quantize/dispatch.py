@@ -1,0 +1,232 @@
+"""Chooses the backend for an array and brings the array into the backends' canonical form.
+
+Accepts numpy arrays (float16, float32, float64, ml_dtypes.bfloat16) and torch tensors. torch is
+imported only where a torch tensor arrives or the reference is asked for: streaming a checkpoint stays
+off it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from mxdiag.errors import TensorError, UsageError
+from mxdiag.formats import ScaleRule, scale_rule
+from mxdiag.quantize.sums import Sums
+
+if TYPE_CHECKING:
+    import torch
+    from mxdiag.corrections import Correction
+
+    Array = np.ndarray | torch.Tensor
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_KERNEL_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16)
+
+
+def is_torch(x: object) -> bool:
+    """Whether x is a torch tensor, found out without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def to_numpy(x: Array) -> np.ndarray:
+    """The same values as a numpy array, without a copy for a CPU tensor; bfloat16 is ml_dtypes'."""
+    if not is_torch(x):
+        return np.asarray(x)
+    import torch
+
+    x = x.detach().cpu()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy().view(_BFLOAT16)
+    return x.numpy()
+
+
+def to_torch(x: Array) -> torch.Tensor:
+    """The same values as a torch tensor, without a copy where the strides allow it."""
+    import torch
+
+    if is_torch(x):
+        return x  # type: ignore[return-value]
+    array = np.asarray(x)
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def dtype_name(x: Array) -> str:
+    """The dtype's name in numpy's and torch's common spelling: float32, bfloat16, ..."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def choose_backend(x: Array, backend: str) -> str:
+    """The backend that will measure x: `auto` is triton on a GPU, the CPU kernel elsewhere, and
+    the reference for float64, which no kernel reads.
+
+    Raises
+    ------
+    UsageError
+        If the backend is unknown.
+    TensorError
+        If the dtype cannot be quantized.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}", advice=f"Use one of {', '.join(BACKENDS)}")
+    name = dtype_name(x)
+    if name == "float64":
+        return "reference"
+    if name not in ("float32", "float16", "bfloat16"):
+        raise TensorError(
+            f"cannot quantize a tensor of dtype {name}",
+            advice="Pass float16, bfloat16, float32 or float64 values",
+        )
+    if backend != "auto":
+        return backend
+    on_gpu = is_torch(x) and x.device.type == "cuda"  # type: ignore[union-attr]
+    return "triton" if on_gpu else "cpu"
+
+
+def canonical(x: Array, axis: int) -> Array:
+    """x as [outer, K, inner] with K the blocked axis; a view where the strides allow one.
+
+    Raises
+    ------
+    TensorError
+        If x has no such axis.
+    """
+    shape = tuple(x.shape)
+    if not shape:
+        raise TensorError("cannot block a 0-dimensional tensor", advice="Pass at least one axis")
+    if not -len(shape) <= axis < len(shape):
+        raise TensorError(
+            f"axis {axis} is out of range for shape {list(shape)}",
+            advice=f"Use -{len(shape)} to {len(shape) - 1}",
+        )
+    axis %= len(shape)
+    outer, inner = (int(np.prod(part)) for part in (shape[:axis], shape[axis + 1 :]))
+    return x.reshape(outer, shape[axis], inner)
+
+
+def _module(name: str) -> Any:
+    if name == "cpu":
+        from mxdiag.quantize import cpu
+
+        return cpu
+    from mxdiag.quantize import triton_kernel
+
+    return triton_kernel
+
+
+def measure(
+    x: Array,
+    axis: int = -1,
+    rule: str | ScaleRule = "rceil",
+    *,
+    tokens: bool = False,
+    backend: str = "auto",
+    corrections: Sequence[Correction] = (),
+    amax: float | None = None,
+) -> Sums:
+    """Raw sums of x in MXFP4 blocks along `axis`.
+
+    Parameters
+    ----------
+    x
+        Values of any shape with at least one axis.
+    tokens
+        Also return sums per token. x must be 2-D [tokens, features]; either axis may be blocked.
+    corrections
+        Corrections to evaluate in the same pass.
+    amax
+        The whole tensor's largest absolute value where x is a piece of it: formats with a
+        per-tensor scale need it. Taken from x if None.
+    """
+    if tokens and len(x.shape) != 2:
+        raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
+    rule, chosen = scale_rule(rule), choose_backend(x, backend)
+    blocks = canonical(x, axis)
+    if chosen == "cpu":
+        return _module("cpu").measure(
+            to_numpy(blocks), rule, tokens=tokens, corrections=corrections, amax=amax
+        )
+    if chosen == "triton":
+        sums = _module("triton").measure(to_torch(blocks), rule, tokens=tokens)
+    else:
+        from mxdiag.quantize import reference
+
+        sums = reference.measure(to_torch(blocks), rule, tokens=tokens)
+    if corrections:
+        from mxdiag.quantize import corrections_reference
+
+        sums.corrections = corrections_reference.evaluate(
+            to_torch(blocks), rule, corrections, amax=amax
+        )
+    return sums
+
+
+def _written(x: Array, axis: int, backend: str, entry: str, *args: Any) -> Array:
+    """Run a writing entry point and give back an array of x's kind, shape and dtype."""
+    chosen, shape = choose_backend(x, backend), tuple(x.shape)
+    blocks = canonical(x, axis)
+    if chosen == "cpu":
+        values = getattr(_module("cpu"), entry)(to_numpy(blocks), *args)
+    elif chosen == "triton":
+        values = getattr(_module("triton"), entry)(to_torch(blocks), *args)
+    else:
+        from mxdiag.quantize import reference
+
+        if entry == "inject":
+            values = reference.inject(to_torch(blocks), args[0], 1, args[1])
+        else:
+            values = reference.quantize_dequantize(to_torch(blocks), 1, args[0])
+    if is_torch(x):
+        return to_torch(values).to(x.device).reshape(shape)  # type: ignore[union-attr]
+    return to_numpy(values).reshape(shape)
+
+
+def quantize_dequantize(
+    x: Array, axis: int = -1, scale_rule: str = "rceil", *, backend: str = "auto"
+) -> Array:
+    """Q(x): x through MXFP4 and back, in blocks of 32 along `axis`.
+
+    Parameters
+    ----------
+    x
+        numpy array or torch tensor of at least one axis: float16, bfloat16, float32 or float64.
+    axis
+        The axis that is contracted in the GEMM: blocks run along it.
+    scale_rule
+        `rceil`, `floor`, `ceil` or `even`.
+
+    Returns
+    -------
+    The decoded values in x's kind, shape and dtype. A block that holds a NaN or an infinity is NaN;
+    a decoded value beyond the dtype's range (float16 above 65504) becomes an infinity.
+    """
+    return _written(x, axis, backend, "quantize_dequantize", _rule(scale_rule))
+
+
+def inject(
+    x: Array,
+    components: frozenset[str],
+    axis: int = -1,
+    scale_rule: str = "rceil",
+    *,
+    backend: str = "auto",
+) -> Array:
+    """x plus the chosen error components (`scale`, `deadzone`, `grid`), rounded once to x's dtype.
+
+    All three give exactly Q(x), none gives exactly x; see `mxdiag.quantize.reference.inject`.
+    """
+    return _written(x, axis, backend, "inject", frozenset(components), _rule(scale_rule))
+
+
+def _rule(name: str | ScaleRule) -> ScaleRule:
+    return scale_rule(name)

@@ -1,0 +1,164 @@
+"""The terminal's view of a run: the worst rows first, then totals, coverage and warnings.
+
+On a terminal the shares are drawn as a stacked bar as well; piped output has no colour, no box
+drawing and whole names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mxdiag.run import Run
+
+#: The three shares, their colours and their marks: the same in every table and chart.
+SHARES = (
+    ("reducible", "scale bias", "#4c78a8", "█"),
+    ("recoverable", "deadzone", "#e6a03c", "▓"),
+    ("irreducible", "grid noise", "#8a8f98", "░"),
+)
+_STATUS_ORDER = {"nonfinite": 0, "ok": 1, "exact": 2, "zero": 3, "not_observed": 4}
+_BAR_WIDTH = 20
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A fixed-point number, or a dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage without its sign, or a dash where there is none."""
+    return "–" if value is None else f"{100 * value:.{digits}f}"
+
+
+def share_bar(row: Mapping[str, Any], width: int = _BAR_WIDTH) -> Text:
+    """The three shares of ||e||^2 as a stacked bar; a negative share takes no room."""
+    text = Text()
+    values = [max(0.0, row.get(name) or 0.0) for name, *_ in SHARES]
+    whole = sum(values)
+    if not whole:
+        return text
+    edge = 0.0
+    for value, (_, _, colour, mark) in zip(values, SHARES, strict=True):
+        start, edge = round(edge * width / whole), edge + value
+        text.append(mark * (round(edge * width / whole) - start), style=colour)
+    return text
+
+
+def worst_first(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows by severity: non-finite, then by falling relative error, then the unobserved."""
+
+    def key(row: Mapping[str, Any]) -> tuple[int, float]:
+        return _STATUS_ORDER.get(row["status"], 5), -(row.get("rel_mse") or 0.0)
+
+    return sorted(rows, key=key)
+
+
+def _table(console: Console, first: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold", no_wrap=not console.is_terminal)
+    table.add_column("operand", no_wrap=True)
+    table.add_column("SQNR dB", justify="right", no_wrap=True)
+    if _has_bar(console):
+        table.add_column("error split", no_wrap=True, width=_BAR_WIDTH)
+    for _, label, _, _ in SHARES:
+        table.add_column(f"{label} %", justify="right", overflow="fold")
+    return table
+
+
+def _has_bar(console: Console) -> bool:
+    return console.is_terminal and console.width >= 100
+
+
+def _add(table: Table, console: Console, name: Text, row: Mapping[str, Any]) -> None:
+    cells: list[RenderableType] = [name, f"{row['operand']}·{row['gemm']}"]
+    if row.get("status", "ok") == "ok":
+        cells.append(number(row.get("sqnr_db")))
+    else:
+        cells.append(row["status"].replace("_", " "))
+    if _has_bar(console):
+        cells.append(share_bar(row))
+    cells += [percent(row.get(share)) for share, *_ in SHARES]
+    table.add_row(*cells)
+
+
+def rows_table(run: Run, console: Console, top: int | None = 15) -> Table:
+    """The `top` worst rows (all if None)."""
+    table = _table(console, "layer")
+    for row in worst_first(run.tensors)[:top]:
+        _add(table, console, Text(printable(row["layer"])), row)
+    return table
+
+
+def totals_table(run: Run, console: Console) -> Table:
+    """Totals by operand and GEMM, each followed by its roles."""
+    table = _table(console, "total")
+    for row in run.data["totals"]:
+        if row["role"] is None:
+            name = Text(f"all {row['rows']} rows", style="bold")
+        else:
+            name = Text(f"  {printable(row['role'])} ({row['rows']})")
+        status = "ok" if row.get("sqnr_db") is not None else "not_observed"
+        if row.get("nonfinite"):
+            status = "nonfinite"
+        elif status != "ok" and row["measured"]:
+            status = "exact"
+        _add(table, console, name, {**row, "status": status})
+    return table
+
+
+def printable(name: str) -> str:
+    """A name with its control characters escaped, so that it cannot move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def coverage_line(coverage: Mapping[str, Any]) -> Text:
+    """One line: measured, excluded, unsupported, not observed, as counts and parameter shares."""
+    whole = coverage["parameters"] or 1
+
+    def share(parameters: int) -> str:
+        return f"{100 * parameters / whole:.1f} %"
+
+    def part(kind: str) -> str:
+        entries = coverage[kind]
+        return f"{len(entries)} {kind} ({share(sum(e['parameters'] for e in entries))})"
+
+    text = Text("coverage: ", style="bold")
+    text.append(
+        f"{coverage['measured']} layers measured ({share(coverage['measured_parameters'])} of "
+        f"{coverage['parameters']:,} parameters), {part('excluded')}, ",
+        style="not bold",
+    )
+    unsupported = part("unsupported")
+    text.append(unsupported, style="bold red" if coverage["unsupported"] else "not bold")
+    text.append(f", {len(coverage['not_observed'])} rows not observed", style="not bold")
+    return text
+
+
+def legend() -> Text:
+    """What the colours of the bar stand for."""
+    text = Text()
+    for share, label, colour, mark in SHARES:
+        text.append(f"{mark * 2} ", style=colour)
+        text.append(f"{label} ({share})   ")
+    return text
+
+
+def scan_summary(run: Run, console: Console, top: int | None = 15) -> RenderableType:
+    """What `mxdiag scan` prints."""
+    parts: list[RenderableType] = []
+    if _has_bar(console):
+        parts += [legend(), Text()]
+    parts.append(rows_table(run, console, top))
+    hidden = 0 if top is None else max(0, len(run.tensors) - top)
+    if hidden:
+        parts.append(Text(f"… and {hidden} rows with less error", style="dim"))
+    parts += [Text(), totals_table(run, console), Text(), coverage_line(run.data["coverage"])]
+    parts += [
+        Text(f"warning: {printable(warning)}", style="yellow") for warning in run.data["warnings"]
+    ]
+    return Group(*parts)

@@ -1,0 +1,207 @@
+"""Run folders: the one place that writes and reads `run.json` and `tensors.csv`."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mxdiag.decomposition import METRICS
+from mxdiag.errors import RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+RUN_JSON, TENSORS_CSV, REPORT_HTML = "run.json", "tensors.csv", "report.html"
+
+#: Columns of tensors.csv before and after the correction columns `mse_ratio:<name>`.
+IDENTITY_COLUMNS = (
+    "layer",
+    "role",
+    "expert",
+    "operand",
+    "gemm",
+    "status",
+    "block_axis",
+    "shape",
+    "numel",
+    "dtype",
+    "calls",
+    "tokens",
+)
+COLUMNS = (*IDENTITY_COLUMNS, *METRICS)
+LAST_COLUMNS = ("recommended", "reason")
+_REQUIRED = ("schema_version", "model", "settings", "coverage", "tensors", "totals")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all: a sibling temporary file, then a rename.
+
+    Raises
+    ------
+    RunError
+        If the file cannot be written; an older file at `path` stays.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise RunError(
+            f"cannot write: {error.strerror or error}",
+            where=path,
+            advice="Check the folder's permissions and free space",
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def strict(value: Any) -> Any:
+    """The same structure fit for strict JSON: non-finite floats are None, numpy scalars plain."""
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    if hasattr(value, "tolist"):
+        return strict(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON (no NaN, no Infinity), indented one level so that rows stay one line each."""
+    return json.dumps(strict(value), allow_nan=False, ensure_ascii=False)
+
+
+def _shape_text(shape: Iterable[int] | str | None) -> str:
+    return shape if isinstance(shape, str) else "x".join(str(size) for size in shape or ())
+
+
+@dataclass(slots=True)
+class Run:
+    """One run: the content of `run.json`."""
+
+    data: dict[str, Any]
+    folder: Path | None = None
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The rows, one per (layer, operand, gemm)."""
+        return self.data["tensors"]
+
+    @property
+    def corrections(self) -> list[str]:
+        """Names of the corrections that the run evaluated."""
+        prefix = "mse_ratio:"
+        names: dict[str, None] = {}
+        for row in self.tensors:
+            names.update((key[len(prefix) :], None) for key in row if key.startswith(prefix))
+        return list(names)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of `tensors.csv`, in order."""
+        return [*COLUMNS, *(f"mse_ratio:{name}" for name in self.corrections), *LAST_COLUMNS]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The rows as a pandas DataFrame with the columns of `tensors.csv`."""
+        import pandas as pd
+
+        frame = pd.DataFrame.from_records(
+            [{column: row.get(column) for column in self.columns} for row in self.tensors],
+            columns=self.columns,
+        )
+        frame["shape"] = [_shape_text(shape) for shape in frame["shape"]]
+        for column in ("expert", "calls", "tokens", "nonfinite"):
+            frame[column] = frame[column].astype("Int64")
+        texts = {"layer", "role", "operand", "gemm", "status", "block_axis", "shape", "dtype"}
+        for column in self.columns:
+            if column not in texts | set(LAST_COLUMNS) | {"expert", "calls", "tokens", "nonfinite"}:
+                frame[column] = pd.to_numeric(frame[column])
+        return frame
+
+    def csv(self) -> str:
+        """`tensors.csv`: numbers in their shortest exact form, empty where null."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        for row in self.tensors:
+            cells = {**row, "shape": _shape_text(row.get("shape"))}
+            writer.writerow(
+                ["" if cells.get(column) is None else cells[column] for column in self.columns]
+            )
+        return text.getvalue()
+
+    def write(self, folder: Path | str) -> Path:
+        """Write `run.json` and `tensors.csv` into the folder, each whole or not at all."""
+        folder = Path(folder)
+        self.data["tensors"] = strict(self.tensors)
+        write_atomically(folder / TENSORS_CSV, self.csv())
+        write_atomically(folder / RUN_JSON, to_json(self.data) + "\n")
+        self.folder = folder
+        return folder
+
+    @classmethod
+    def load(cls, path: Path | str) -> Run:
+        """Read a run folder, or its `run.json`.
+
+        Raises
+        ------
+        RunError
+            If there is none, it is not a run, or a newer mxdiag wrote it.
+        """
+        path = Path(path)
+        file = path / RUN_JSON if path.is_dir() else path
+        advice = "Give the folder that `mxdiag scan` wrote"
+        try:
+            data = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+        except FileNotFoundError:
+            raise RunError("no run here", where=file, advice=advice) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunError(f"not a readable run: {error}", where=file, advice=advice) from None
+        if not isinstance(data, dict) or any(key not in data for key in _REQUIRED):
+            raise RunError("not a run of mxdiag", where=file, advice=advice)
+        version = data["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise RunError(
+                f"written with schema version {version}, this mxdiag reads {SCHEMA_VERSION}",
+                where=file,
+                advice="Scan again, or use the version that wrote it",
+            )
+        _check_rows(data["tensors"], file)
+        return cls(data, file.parent)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not strict JSON")
+
+
+def _check_rows(rows: Any, file: Path) -> None:
+    needed = ("layer", "operand", "gemm", "status")
+    good = isinstance(rows, list) and all(
+        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in needed)
+        for row in rows
+    )
+    if not good:
+        raise RunError("a row lacks its layer, operand, gemm or status", where=file)
