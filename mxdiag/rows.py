@@ -126,3 +126,42 @@ def not_observed(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
         for m in measurements
         if m.decomposition.status == "not_observed"
     ]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Where every parameter of two or more axes went, as {layer, rule or reason, parameters}.
+
+    `parameters` counts all of them: what is measured, excluded and unsupported adds up to it, tied
+    weights counted once.
+    """
+
+    measured: int
+    measured_parameters: int
+    parameters: int
+    excluded: list[dict[str, Any]] = field(default_factory=list)
+    unsupported: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `coverage` of `run.json`, without what depends on the rows."""
+        unsupported = sum(entry["parameters"] for entry in self.unsupported)
+        accounted = self.parameters - unsupported
+        return {
+            "measured": self.measured,
+            "measured_parameters": self.measured_parameters,
+            "parameters": self.parameters,
+            "excluded": self.excluded,
+            "unsupported": self.unsupported,
+            "parameter_fraction": accounted / self.parameters if self.parameters else 1.0,
+        }
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a scan saw, before it becomes a run."""
+
+    measurements: list[Measurement]
+    coverage: Coverage
+    model: dict[str, Any]
+    device: str = "cpu"
+    warnings: list[str] = field(default_factory=list)

@@ -153,10 +153,8 @@ def measure(
     rule, chosen = scale_rule(rule), choose_backend(x, backend)
     blocks = canonical(x, axis)
     if chosen == "cpu":
-        return _module("cpu").measure(
-            to_numpy(blocks), rule, tokens=tokens, corrections=corrections, amax=amax
-        )
-    if chosen == "triton":
+        sums = _module("cpu").measure(to_numpy(blocks), rule, tokens=tokens)
+    elif chosen == "triton":
         sums = _module("triton").measure(to_torch(blocks), rule, tokens=tokens)
     else:
         from mxdiag.quantize import reference

@@ -113,6 +113,8 @@ def totals_table(run: Run, console: Console) -> Table:
 
 def printable(name: str) -> str:
     """A name with its control characters escaped, so that it cannot move the cursor."""
+    if name.isprintable():
+        return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
@@ -139,6 +141,37 @@ def coverage_line(coverage: Mapping[str, Any]) -> Text:
     return text
 
 
+def recommendation_lines(run: Run) -> list[Text]:
+    """The recommendation's sentences under its target."""
+    found = run.data["recommendation"]
+    units = {
+        "target_sqnr": "SQNR of at least {:g} dB",
+        "target_mse_ratio": "MSE ratio of at most {:g}",
+    }
+    units["max_bits"] = "at most {:g} bits per weight"
+    targets = " and ".join(units[name].format(value) for name, value in found["targets"].items())
+    heading = Text(f"recommended for {targets}:", style="bold")
+    return [heading, *(Text(f"  {printable(sentence)}") for sentence in found["sentences"])]
+
+
+def recommendation_table(run: Run, console: Console, top: int | None = 15) -> Table:
+    """Rows whose recommendation is to change something, worst first."""
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("layer", overflow="fold", no_wrap=not console.is_terminal)
+    table.add_column("operand", no_wrap=True)
+    table.add_column("recommended", no_wrap=True)
+    table.add_column("reason", overflow="fold", no_wrap=not console.is_terminal)
+    changed = [row for row in run.tensors if row.get("recommended") not in (None, "mxfp4")]
+    for row in worst_first(changed)[:top]:
+        table.add_row(
+            Text(printable(row["layer"])),
+            f"{row['operand']}·{row['gemm']}",
+            Text(row["recommended"]),
+            Text(printable(row["reason"])),
+        )
+    return table
+
+
 def legend() -> Text:
     """What the colours of the bar stand for."""
     text = Text()
@@ -158,6 +191,7 @@ def scan_summary(run: Run, console: Console, top: int | None = 15) -> Renderable
     if hidden:
         parts.append(Text(f"… and {hidden} rows with less error", style="dim"))
     parts += [Text(), totals_table(run, console), Text(), coverage_line(run.data["coverage"])]
+    parts += [Text(), *recommendation_lines(run)] if run.data.get("recommendation") else []
     parts += [
         Text(f"warning: {printable(warning)}", style="yellow") for warning in run.data["warnings"]
     ]

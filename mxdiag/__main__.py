@@ -1,0 +1,5 @@
+"""`python -m mxdiag`."""
+
+from mxdiag.cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""The command line: parse, one API call, write. Heavy imports happen inside commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mxdiag import __version__
+from mxdiag.cli import machine, runs
+from mxdiag.cli.output import complain, quiet_stdout
+from mxdiag.cli.scan import scan
+from mxdiag.errors import MxdiagError
+
+EXIT_USAGE, EXIT_INTERRUPT = 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="X-ray a model's 4-bit error: scale bias, deadzone truncation and grid noise of every "
+    "linear layer, for weights, activations and gradients.",
+)
+for command in (
+    scan,
+    runs.recommend,
+    runs.report,
+    runs.gate,
+    runs.diff,
+    runs.show_layer,
+    machine.sample,
+    machine.env,
+):
+    app.command(name="show" if command is runs.show_layer else None)(command)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"mxdiag {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show the traceback of an error. May stand anywhere."),
+    ] = False,
+) -> None:
+    """Options of every command. `main` takes --debug out of the arguments before they get here."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 over budget, 2 usage or input error, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        app(arguments, prog_name="mxdiag")
+    except MxdiagError as error:
+        if debug:
+            raise
+        complain(f"error: {error}")
+        sys.exit(EXIT_USAGE)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        complain("interrupted: nothing was written")
+        sys.exit(EXIT_INTERRUPT)
+    except BrokenPipeError:
+        quiet_stdout()

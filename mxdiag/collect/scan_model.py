@@ -1,0 +1,351 @@
+"""Measuring a live model: W from its parameters, A and G as they appear under a tap.
+
+Activations and gradients are reduced to sums at once. No weight gradient is computed: gradients
+flow through activations only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxdiag.collect.batches import (
+    Batch,
+    Loss,
+    evaluating,
+    labelled_tokens,
+    language_loss,
+    language_task,
+    make_batches,
+    position_limit,
+    run_batch,
+)
+from mxdiag.collect.loading import load_model, load_tokenizer
+from mxdiag.collect.model import Inventory, LiveLinear, model_inventory
+from mxdiag.collect.taps import Observer, Product, Tap
+from mxdiag.corrections import Correction
+from mxdiag.decomposition import Decomposition, decompose
+from mxdiag.errors import ModelError
+from mxdiag.gemms import Cell, choose_cells
+from mxdiag.progress import Progress
+from mxdiag.quantize.dispatch import dtype_name
+from mxdiag.rows import Coverage, Measured, Measurement
+from mxdiag.settings import ScanSettings
+
+Calibration = str | Path | Iterable[Any]
+
+
+class Accumulator(Observer):
+    """Adds up the decompositions of A and G by layer and cell.
+
+    Layers that share an input (q, k and v; gate and up) share its measurement: the last input is
+    remembered, and is the same tensor if it has the same memory, layout and version.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        cells: Sequence[Cell],
+        settings: ScanSettings,
+        corrections: Sequence[Correction],
+    ) -> None:
+        self._inventory, self._settings, self._corrections = inventory, settings, corrections
+        self._cells = {
+            operand: [cell for cell in cells if cell.operand == operand] for operand in ("A", "G")
+        }
+        self._last: tuple[Tensor, int, dict[Cell, Decomposition]] | None = None
+        self.parts: dict[tuple[LiveLinear, Cell], Decomposition] = {}
+        self.seen: dict[tuple[LiveLinear, str], tuple[int, int, str]] = {}
+        self.calls: Counter[LiveLinear] = Counter()
+        self.first_nonfinite: str | None = None
+
+    def forward(self, product: Product, x: Tensor) -> None:
+        parts = self._inventory.resolve(product.view)
+        self.calls.update(part.live for part in parts)
+        if not parts or not self._cells["A"] or not x.numel():
+            return
+        measured = self._shared(x)
+        for part in parts:
+            self._add(part.live, "A", x, measured)
+            if self.first_nonfinite is None and any(
+                d.status == "nonfinite" for d in measured.values()
+            ):
+                self.first_nonfinite = part.live.layer
+
+    def backward(self, product: Product, g: Tensor) -> None:
+        if not self._cells["G"] or not g.numel():
+            return
+        for part in self._inventory.resolve(product.view):
+            own = part.gradient(g)
+            self._add(part.live, "G", own, self._measure("G", own))
+
+    def forget(self) -> None:
+        """Let go of the last input."""
+        self._last = None
+
+    def _shared(self, x: Tensor) -> dict[Cell, Decomposition]:
+        if self._last is not None:
+            last, version, measured = self._last
+            same = (last.data_ptr(), last.shape, last.stride(), last.dtype) == (
+                x.data_ptr(),
+                x.shape,
+                x.stride(),
+                x.dtype,
+            )
+            if same and version == x._version:
+                return measured
+        measured = self._measure("A", x)
+        self._last = (x, x._version, measured)
+        return measured
+
+    def _measure(self, operand: str, x: Tensor) -> dict[Cell, Decomposition]:
+        return {
+            cell: decompose(
+                x,
+                cell.axis,
+                self._settings.scale_rule,
+                tokens=True,
+                corrections=[c for c in self._corrections if operand in c.operands],
+                backend=self._settings.backend,
+            )
+            for cell in self._cells[operand]
+        }
+
+    def _add(
+        self, live: LiveLinear, operand: str, x: Tensor, measured: dict[Cell, Decomposition]
+    ) -> None:
+        for cell, decomposition in measured.items():
+            key = (live, cell)
+            known = self.parts.get(key)
+            self.parts[key] = decomposition if known is None else known + decomposition
+        calls, tokens, _ = self.seen.get((live, operand), (0, 0, ""))
+        self.seen[live, operand] = (calls + 1, tokens + x.shape[0], dtype_name(x))
+
+
+@dataclass(slots=True)
+class Request:
+    """What a scan of a live model is asked for."""
+
+    settings: ScanSettings
+    corrections: Sequence[Correction]
+    progress: Progress
+    calibration: Calibration | None = None
+    loss: Loss | None = None
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The cells to measure."""
+        return choose_cells(self.settings.operands, self.settings.gemms)
+
+    def wants(self, operand: str) -> bool:
+        """Whether any cell is of that operand."""
+        return any(cell.operand == operand for cell in self.cells)
+
+
+def load_and_scan(source: str, request: Request) -> Measured:
+    """Load a model with transformers and measure it.
+
+    Raises
+    ------
+    ModelError, CalibrationError
+        If it cannot be loaded, or run on the calibration.
+    """
+    settings = request.settings
+    request.progress.note(f"loading {source}")
+    loaded = load_model(
+        source,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+        revision=settings.revision,
+    )
+    tokenizer = None
+    if (request.wants("A") or request.wants("G")) and _reads_text(loaded.model):
+        tokenizer = load_tokenizer(
+            source, trust_remote_code=settings.trust_remote_code, revision=settings.revision
+        )
+    measured = scan_module(loaded.model, tokenizer, request)
+    folder = Path(source)
+    if folder.is_dir():
+        measured.model["files"] = [
+            {"name": file.name, "bytes": file.stat().st_size}
+            for file in sorted(folder.glob("*.safetensors"))
+        ]
+    measured.model["revision"] = settings.revision
+    measured.warnings = [*loaded.warnings, *measured.warnings]
+    return measured
+
+
+def _reads_text(model: nn.Module) -> bool:
+    return getattr(model, "main_input_name", "input_ids") == "input_ids"
+
+
+def scan_module(model: nn.Module, tokenizer: Any, request: Request) -> Measured:
+    """Measure a module in memory; it is left as it was found.
+
+    Raises
+    ------
+    ModelError, CalibrationError
+        If it has no linear layer, or does not run on the calibration.
+    """
+    settings = request.settings
+    inventory = model_inventory(model, settings.include, settings.exclude)
+    accumulator = Accumulator(inventory, request.cells, settings, request.corrections)
+    tap = Tap(model, accumulator, gradients="activations")
+    warnings: list[str] = []
+    reasons: dict[str, str] = {}
+    if request.wants("A") or request.wants("G"):
+        missing = _why_not_run(model, request.calibration)
+        if missing is None:
+            batches = _batches(model, tokenizer, request, warnings)
+            reason = _run(model, batches, tap, request)
+            reasons = {} if reason is None else {"G": reason}
+        else:
+            reasons = {"A": missing, "G": missing}
+    accumulator.forget()
+    inventory.settle(tap)
+    if not inventory.measured:
+        raise ModelError(
+            "has no linear layer to measure",
+            where=type(model).__name__,
+            advice="See --include: output heads, embeddings and routers are left out by default",
+        )
+    if accumulator.first_nonfinite is not None:
+        warnings.append(f"activations become non-finite at {accumulator.first_nonfinite}")
+    return Measured(
+        _measurements(inventory, accumulator, request, reasons, tap),
+        _coverage(inventory),
+        model={
+            "architecture": type(model).__name__,
+            "parameters": inventory.parameters,
+            "revision": None,
+            "files": [],
+        },
+        device=str(next(model.parameters()).device),
+        warnings=warnings,
+    )
+
+
+def _why_not_run(model: nn.Module, calibration: Calibration | None) -> str | None:
+    if calibration is None:
+        return "no calibration was given"
+    if isinstance(calibration, (str, Path)) and not _reads_text(model):
+        return f"the model reads {model.main_input_name}, which a calibration file does not hold"
+    return None
+
+
+def _batches(
+    model: nn.Module, tokenizer: Any, request: Request, warnings: list[str]
+) -> list[Batch]:
+    assert request.calibration is not None
+    seq_len, limit = request.settings.seq_len, position_limit(model)
+    if limit is not None and limit < seq_len:
+        warnings.append(f"records are cut to the model's {limit} positions")
+        seq_len = limit
+    needs_labels = request.wants("G") and request.loss is None and language_task(model) is not None
+    return make_batches(
+        model,
+        request.calibration,
+        tokenizer,
+        seq_len=seq_len,
+        samples=request.settings.samples,
+        gradients=needs_labels,
+    )
+
+
+def _run(model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request) -> str | None:
+    """Run every batch under the tap; why there are no gradients, or None if there are."""
+    task = language_task(model)
+    tokens = labelled_tokens(batches, task)
+    wanted = request.wants("G")
+    reason: str | None = "the model has no language-model loss"
+
+    def scalar(output: Any, batch: Batch) -> Tensor | None:
+        if request.loss is not None:
+            return request.loss(output, batch.raw if batch.record is None else batch.record)
+        if batch.record is None or task is None:
+            return getattr(output, "loss", None)
+        return language_loss(output.logits, batch, task, tokens)
+
+    phase = request.progress.phase("model", len(batches), "records")
+    with evaluating(model, request.settings.seed), tap, phase:
+        for batch in batches:
+            with torch.set_grad_enabled(wanted):
+                output = run_batch(model, batch)
+                value = scalar(output, batch) if wanted else None
+            if value is not None:
+                reason = None
+                value.backward()
+            request.progress.advance()
+    return reason
+
+
+def _measurements(
+    inventory: Inventory,
+    accumulator: Accumulator,
+    request: Request,
+    reasons: dict[str, str],
+    tap: Tap,
+) -> list[Measurement]:
+    measurements: list[Measurement] = []
+    with request.progress.phase("weights", len(inventory.measured), "layers"):
+        for live in inventory.measured:
+            for cell in request.cells:
+                if cell.operand == "W":
+                    calls = accumulator.calls[live] if tap.calls else None
+                    measurements.append(_weight(inventory, live, cell, request, calls))
+                    continue
+                decomposition = accumulator.parts.get((live, cell))
+                if decomposition is not None:
+                    calls, tokens, dtype = accumulator.seen[live, cell.operand]
+                    measurements.append(
+                        Measurement(live.linear, cell, decomposition, dtype, calls, tokens)
+                    )
+                    continue
+                own = inventory.why_not_observed(live, cell.operand, tap)
+                reason = reasons.get(cell.operand) or own or "no value reached it"
+                nothing = Decomposition.empty(request.settings.scale_rule)
+                measurements.append(Measurement(live.linear, cell, nothing, reason=reason))
+            request.progress.advance()
+    return measurements
+
+
+def _weight(
+    inventory: Inventory, live: LiveLinear, cell: Cell, request: Request, calls: int | None
+) -> Measurement:
+    settings, dtype = request.settings, inventory.dtype(live)
+    try:
+        weight = inventory.weight(live)
+    except ModelError as error:
+        nothing = Decomposition.empty(settings.scale_rule)
+        return Measurement(live.linear, cell, nothing, dtype, calls, reason=error.what)
+    decomposition = decompose(
+        weight,
+        cell.axis,
+        settings.scale_rule,
+        corrections=[c for c in request.corrections if "W" in c.operands],
+        backend=settings.backend,
+    )
+    return Measurement(live.linear, cell, decomposition, dtype, calls)
+
+
+def _coverage(inventory: Inventory) -> Coverage:
+    return Coverage(
+        measured=len(inventory.measured),
+        measured_parameters=inventory.measured_parameters,
+        parameters=inventory.matrix_parameters,
+        excluded=[
+            {"layer": item.name, "rule": item.rule, "parameters": item.parameters}
+            for item in inventory.excluded
+        ],
+        unsupported=[
+            {"layer": item.name, "reason": item.rule, "parameters": item.parameters}
+            for item in inventory.unsupported
+        ],
+    )

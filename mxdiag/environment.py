@@ -1,0 +1,93 @@
+"""What this machine offers: versions, devices, backends, cache. Nothing is probed at import."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+_PACKAGES = (
+    "numpy",
+    "numba",
+    "ml_dtypes",
+    "torch",
+    "transformers",
+    "triton",
+    "gguf",
+    "pyarrow",
+)
+#: CPU features that decide the kernel's speed.
+_CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx2", "fma")
+
+
+def versions() -> dict[str, str | None]:
+    """Installed version of every package that matters to a result, None if it is missing."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_environment(device: str, backend: str) -> dict[str, Any]:
+    """The `environment` of a run."""
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": cpu_count(),
+        "device": device,
+        "backend": backend,
+    }
+
+
+def describe() -> dict[str, Any]:
+    """What `mxdiag env` shows; imports torch to ask for devices."""
+    import torch
+
+    from mxdiag.quantize import cpu
+
+    devices = [f"cpu ({cpu_count()} cores)"]
+    if torch.cuda.is_available():
+        devices += [
+            f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+            for index in range(torch.cuda.device_count())
+        ]
+    backends = {
+        "reference": "always (float64, slow)",
+        "cpu": "first use compiles" if cpu.needs_compiling() else "kernels compiled and cached",
+        "triton": _triton_state(torch.cuda.is_available()),
+    }
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpu": _cpu_features(),
+        "devices": devices,
+        "backends": backends,
+        "kernel cache": cpu.cache_directory(),
+    }
+
+
+def _triton_state(gpu: bool) -> str:
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+    return f"triton {version}" if gpu else f"triton {version}, no GPU"
+
+
+def _cpu_features() -> list[str]:
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    return [name for name in _CPU_FEATURES if features.get(name)]
