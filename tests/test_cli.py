@@ -149,7 +149,7 @@ def test_a_closed_pipe_is_quiet(run_folder):
 @pytest.mark.parametrize("reader", ["head -c 0", "true"])
 def test_the_gates_exit_code_survives_a_closed_pipe(run_folder, tmp_path, reader):
     budget = tmp_path / "budget.toml"
-    budget.write_text('[[rule]]\nname = "high"\nmetric = "sqnr_db"\nmin = 60\n')
+    budget.write_text('[[rule]]\nname = "high"\nbounds = { sqnr_db = { min = 60.0 } }\n')
     command = f"{sys.executable} -m mxdiag gate {run_folder} --budget {budget}"
     result = subprocess.run(
         ["bash", "-c", f"{command} | {reader}; exit ${{PIPESTATUS[0]}}"],
