@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,11 @@ def _jsonl_records(text: str, path: Path, tokenizer: Any) -> Iterator[Record]:
             raise CalibrationError(
                 "a record must be a JSON object", where=where, advice=f"Write {_SHAPES}"
             )
-        yield _record(fields, tokenizer, where)
+        yield record_of(fields, tokenizer, where)
 
 
-def _record(fields: dict[str, Any], tokenizer: Any, where: str) -> Record:
+def record_of(fields: Mapping[str, Any], tokenizer: Any, where: str) -> Record:
+    """One record from its fields; `where` names it in an error."""
     keys = set(fields)
     advantage = _advantage(fields.get("advantage", 1.0), where)
     if keys == {"text"}:
@@ -160,14 +161,14 @@ def _record(fields: dict[str, Any], tokenizer: Any, where: str) -> Record:
     )
 
 
-def _string(fields: dict[str, Any], key: str, where: str) -> str:
+def _string(fields: Mapping[str, Any], key: str, where: str) -> str:
     value = fields[key]
     if not isinstance(value, str) or not value:
         raise CalibrationError(f"{key} must be a non-empty string", where=where)
     return value
 
 
-def _integers(fields: dict[str, Any], key: str, where: str) -> tuple[int, ...]:
+def _integers(fields: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
     value = fields[key]
     plain = isinstance(value, list) and all(type(item) is int for item in value)
     if not plain or not value:
@@ -205,4 +206,3 @@ def check_records(records: Sequence[Record], vocabulary: int | None, *, gradient
             "no token of any record is predicted (all labels are -100), so there is no loss",
             advice="Give labels, or scan with --operands W,A",
         )
-

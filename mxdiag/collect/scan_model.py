@@ -163,6 +163,7 @@ def load_and_scan(source: str, request: Request) -> Measured:
         dtype=settings.dtype,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
+        allow_pickle=settings.allow_pickle,
         revision=settings.revision,
     )
     tokenizer = None
@@ -170,7 +171,7 @@ def load_and_scan(source: str, request: Request) -> Measured:
         tokenizer = load_tokenizer(
             source, trust_remote_code=settings.trust_remote_code, revision=settings.revision
         )
-    measured = scan_module(loaded.model, tokenizer, request)
+    measured = scan_module(loaded.model, tokenizer, request, absent=loaded.absent)
     folder = Path(source)
     if folder.is_dir():
         measured.model["files"] = [
@@ -186,8 +187,12 @@ def _reads_text(model: nn.Module) -> bool:
     return getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
-def scan_module(model: nn.Module, tokenizer: Any, request: Request) -> Measured:
+def scan_module(
+    model: nn.Module, tokenizer: Any, request: Request, *, absent: Sequence[str] = ()
+) -> Measured:
     """Measure a module in memory; it is left as it was found.
+
+    `absent` names parameters whose values are not the checkpoint's: they are not measured.
 
     Raises
     ------
@@ -195,7 +200,7 @@ def scan_module(model: nn.Module, tokenizer: Any, request: Request) -> Measured:
         If it has no linear layer, or does not run on the calibration.
     """
     settings = request.settings
-    inventory = model_inventory(model, settings.include, settings.exclude)
+    inventory = model_inventory(model, settings.include, settings.exclude, absent)
     accumulator = Accumulator(inventory, request.cells, settings, request.corrections)
     tap = Tap(model, accumulator, gradients="activations")
     warnings: list[str] = []

@@ -18,7 +18,9 @@ PLAIN_INTERVAL = 10.0
 
 
 def _amount(steps: float, unit: str) -> str:
-    return decimal(int(steps)) if unit == "B" else f"{steps:,.0f} {unit}".strip()
+    if unit == "B":
+        return decimal(int(steps))
+    return f"{steps:,.0f} {unit}" if steps >= 10 else f"{steps:.2g} {unit}"
 
 
 class BarProgress(Progress):
