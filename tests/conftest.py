@@ -1,4 +1,4 @@
-"""Shared fixtures. TRITON_INTERPRET and hub access are settled here, before anything is imported."""
+"""Settled before anything is imported: no hub access, no tokenizer threads."""
 
 from __future__ import annotations
 
