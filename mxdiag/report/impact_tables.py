@@ -1,0 +1,166 @@
+"""The terminal's view of an impact: forward, backward, causes, and what to do first.
+
+A number is followed by its standard deviation over repeats. One that lies within two of them of
+"no effect" is noise: dimmed on a terminal, marked `~` everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mxdiag.report.tables import printable
+
+#: A difference from "no effect" below this many standard deviations is noise.
+NOISE_SDS = 2.0
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of an entry: its head, digits, and the value that "no effect" has."""
+
+    name: str
+    head: str
+    digits: int
+    neutral: float
+
+
+FORWARD = (
+    Column("kl_mean", "KL", 4, 0.0),
+    Column("agreement", "agreement", 3, 1.0),
+    Column("loss_change", "Δ loss", 4, 0.0),
+    Column("entropy_change", "Δ entropy", 4, 0.0),
+    Column("t_eff_measured", "T_eff", 3, 1.0),
+    Column("t_eff_predicted", "predicted", 3, 1.0),
+    Column("routing_changed", "rerouted", 3, 0.0),
+)
+BACKWARD = (
+    Column("cosine_mean", "cosine", 4, 1.0),
+    Column("norm_ratio_mean", "norm ratio", 4, 1.0),
+    Column("snr_db_mean", "SNR dB", 2, float("inf")),
+)
+_SHARES = (("scale", "scale bias"), ("deadzone", "deadzone"), ("grid", "grid noise"))
+
+
+def _cell(entry: Entry, column: Column) -> Text:
+    value, sd = entry.get(column.name), entry.get(f"{column.name}_sd")
+    if value is None:
+        return Text("–")
+    text = f"{value:.{column.digits}f}"
+    if sd is None:
+        return Text(text)
+    noise = abs(value - column.neutral) < NOISE_SDS * sd
+    text += f" ± {sd:.1g}"
+    return Text(f"~{text}" if noise else text, style="dim" if noise else "")
+
+
+def _table(entries: Iterable[Entry], columns: Iterable[Column], title: str) -> Table | None:
+    entries = list(entries)
+    used = [c for c in columns if any(entry.get(c.name) is not None for entry in entries)]
+    if not used:
+        return None
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.box, table.pad_edge, table.show_edge = None, False, False
+    table.add_column("config", no_wrap=True)
+    table.add_column("operands", no_wrap=True)
+    for column in used:
+        table.add_column(column.head, justify="right", no_wrap=True)
+    last = None
+    for entry in sorted(entries, key=_order):
+        if last not in (None, entry["operands"]):
+            table.add_row()
+        last = entry["operands"]
+        name = Text(printable(str(entry["config"])))
+        table.add_row(name, str(entry["operands"]), *(_cell(entry, c) for c in used))
+    return table
+
+
+def _order(entry: Entry) -> tuple[int, str]:
+    """Tables go from all operands to single ones."""
+    return -len(entry["operands"]), entry["operands"]
+
+
+def _causes(entries: Iterable[Entry]) -> Table | None:
+    """Shapley's attribution: what each component adds to the total."""
+    entries = list(entries)
+    if not entries:
+        return None
+    title = "Causes (Shapley: the parts add up to the total)"
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.box, table.pad_edge, table.show_edge = None, False, False
+    for head in ("measure", "pass", "operands"):
+        table.add_column(head, no_wrap=True)
+    for _, label in (*_SHARES, ("total", "total")):
+        table.add_column(label, justify="right", no_wrap=True)
+    for entry in entries:
+        columns = [Column(name, label, 4, 0.0) for name, label in (*_SHARES, ("total", "total"))]
+        table.add_row(
+            *(Text(str(entry[key])) for key in ("measure", "pass", "operands")),
+            *(_cell(entry, column) for column in columns),
+        )
+    return table
+
+
+def _reference(impact: Entry) -> Text:
+    reference = impact.get("reference") or {}
+    parts = [f"{reference.get('tokens', 0)} positions"]
+    for name, digits in (("loss", 4), ("perplexity", 2), ("entropy", 4)):
+        value = reference.get(name)
+        if value is not None:
+            parts.append(f"{name} {value:.{digits}f}")
+    text = Text("reference: ", style="bold")
+    text.append(", ".join(parts), style="not bold")
+    return text
+
+
+def impact_summary(impact: Entry, console: Console) -> RenderableType:
+    """What `mxdiag impact` prints: the tables, then the verdict in words.
+
+    Parameters
+    ----------
+    impact
+        The `impact` part of a run.
+    console
+        Where it will be printed.
+    """
+    tables = (
+        _table(impact.get("forward") or [], FORWARD, "Forward"),
+        _table(impact.get("backward") or [], BACKWARD, "Backward (weight gradients)"),
+        _table(impact.get("both") or [], (*FORWARD, *BACKWARD), "Forward and backward"),
+        _causes(_main_causes(impact)),
+    )
+    parts: list[RenderableType] = [_reference(impact), Text()]
+    for table in tables:
+        if table is not None:
+            parts += [table, Text()]
+    parts.append(
+        Text(
+            "± is the standard deviation over jittered repeats; ~ marks what lies within "
+            f"{NOISE_SDS:g} of them",
+            style="dim",
+        )
+    )
+    parts += [
+        Text(f"warning: {printable(warning)}", style="yellow")
+        for warning in impact.get("warnings") or []
+    ]
+    verdict = impact.get("verdict") or []
+    if verdict:
+        parts += [Text(), *(Text(printable(sentence), style="bold") for sentence in verdict)]
+    return Group(*parts)
+
+
+def _main_causes(impact: Entry) -> list[Entry]:
+    """Attributions of the widest operand set of each pass; the rest is in the run."""
+    entries = impact.get("attribution") or []
+    widest = {
+        entry["pass"]: max((e["operands"] for e in entries if e["pass"] == entry["pass"]), key=len)
+        for entry in entries
+    }
+    return [entry for entry in entries if entry["operands"] == widest[entry["pass"]]]
