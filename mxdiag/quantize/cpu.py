@@ -1,0 +1,308 @@
+"""MXFP4 on the CPU in one fused pass: numba and numpy, no torch.
+
+The functions take a 3-D array [outer, K, inner] of float32, float16 or ml_dtypes.bfloat16, blocked
+along K. They equal `quantize.reference` exactly on codes, scale bytes, decoded and injected values and
+on counts; sums agree to float32 accumulation within a block and float64 beyond. Results do not
+depend on the number of threads.
+
+From the inside out: `cpu_simd` (vectors), `cpu_lanes` (the arithmetic, one block per lane), `cpu_pack`
+(memory to tiles), `cpu_measure` (statistics of a strip of sixteen blocks), `cpu_kernels` (the compiled
+loops), `cpu_layout` (units of work) and this module (threads and results).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mxdiag.errors import TensorError
+from mxdiag.formats import FLOAT32_MANTISSA_BITS, MXFP4, ScaleRule
+from mxdiag.quantize import cpu_kernels as kernels
+from mxdiag.quantize.cpu_layout import Layout
+from mxdiag.quantize.cpu_measure import CELL_SHIFT, OCTAVE_CELLS, STRIP_COUNTS
+from mxdiag.quantize.cpu_lanes import BLOCK
+from mxdiag.quantize.cpu_write import COMPONENT_BITS
+from mxdiag.quantize.cpu_write_kernels import write_columns, write_rows
+from mxdiag.quantize.cpu_variant import DTYPES, Dtype, Variant
+from mxdiag.quantize.sums import COUNT_FIELDS, DELTA_BINS, SUM_FIELDS, TOKEN_FIELDS, Sums
+
+_ELEMENT = MXFP4.element
+#: Units a thread takes at a time: about a tenth of a millisecond of work.
+_BATCH = 4
+
+
+def measure(
+    x: np.ndarray, rule: ScaleRule, *, tokens: bool = False, threads: int | None = None
+) -> Sums:
+    """Raw sums of x [outer, K, inner] in MXFP4 blocks along K.
+
+    With `tokens`, also the sums per token: the outer index if inner is 1, the K index if outer is 1.
+
+    Raises
+    ------
+    TensorError
+        If x is not 3-D, of another dtype, or `tokens` are asked for and there is no such axis.
+    """
+    dtype = _check(x)
+    if tokens and x.shape[0] != 1 and x.shape[2] != 1:
+        raise TensorError(f"no token axis in an array of shape {x.shape}")
+    layout = Layout.of(x, tokens)
+    units = layout.units if x.size else 0
+    row_tokens = tokens and not layout.by_rows
+    variant = Variant(dtype.name, "measure", _covers(rule), row_tokens)
+    sums = np.zeros((units, len(SUM_FIELDS)))
+    counts = np.zeros((units, kernels.UNIT_COUNTS), np.int64)
+    token_rows = units * BLOCK if row_tokens else x.shape[0]
+    token_sums = np.zeros((token_rows if tokens else 0, len(TOKEN_FIELDS)))
+    table = octave_table(rule)
+    histograms = [np.zeros(DELTA_BINS, np.int64)]
+    rules = (rule.carry(_ELEMENT), dtype.overflow)
+
+    def work(first: int, last: int) -> None:
+        octave = np.concatenate([table, histograms[0]])
+        histograms.append(octave[table.size :])
+        run, results = (first, last, layout.unit), (rules, octave, sums, counts, token_sums)
+        if layout.by_rows:
+            kernels.measure_rows(variant, layout.arguments(), run, layout.blocks(), *results)
+        else:
+            kernels.measure_columns(variant, layout.arguments(), run, *results)
+
+    _share(work, units, threads)
+    if row_tokens and units:
+        parts = token_sums.reshape(-1, layout.chunks, BLOCK, len(TOKEN_FIELDS)).sum(1)
+        token_sums = parts.reshape(-1, len(TOKEN_FIELDS))[: x.shape[1]]
+    elif row_tokens:
+        token_sums = np.zeros((x.shape[1], len(TOKEN_FIELDS)))
+    return Sums(
+        sums=np.add.reduce(sums, axis=0),
+        counts=_count_fields(x.size, counts.sum(0)),
+        amax=_float(counts[:, kernels.AMAX].max(initial=0)),
+        delta_hist=np.add.reduce(histograms),
+        tokens=token_sums if tokens else None,
+    )
+
+
+def quantize_dequantize(
+    x: np.ndarray,
+    rule: ScaleRule,
+    *,
+    out: np.ndarray | None = None,
+    threads: int | None = None,
+) -> np.ndarray:
+    """Q(x) in x's dtype, in x's shape; non-finite blocks become NaN.
+
+    Raises
+    ------
+    TensorError
+        As `measure`; or if `out`, which the result is written to, has another shape or dtype.
+    """
+    dtype = _check(x)
+    variant = Variant(dtype.name, "decode")
+    return _write(x, rule, variant, 0, _output(x, out), None, threads)
+
+
+def inject(
+    x: np.ndarray,
+    components: frozenset[str],
+    rule: ScaleRule,
+    *,
+    out: np.ndarray | None = None,
+    threads: int | None = None,
+) -> np.ndarray:
+    """x plus the named error components ("scale", "deadzone", "grid"), in x's dtype.
+
+    See `reference.inject`. Raises a TensorError as `quantize_dequantize`, or for an unknown component.
+    """
+    dtype = _check(x)
+    unknown = components - set(COMPONENT_BITS)
+    if unknown:
+        names = ", ".join(COMPONENT_BITS)
+        raise TensorError(f"unknown error components {sorted(unknown)}", advice=f"Use {names}")
+    target = _output(x, out)
+    if not components:
+        target[...] = x
+        return target
+    if components == set(COMPONENT_BITS):
+        return quantize_dequantize(x, rule, out=target, threads=threads)
+    variant = Variant(dtype.name, "inject")
+    parts = sum(COMPONENT_BITS[name] for name in components)
+    return _write(x, rule, variant, parts, target, None, threads)
+
+
+def encode(
+    x: np.ndarray, rule: ScaleRule, *, threads: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, uint8 in x's shape, and E8M0 scale codes, uint8 with K replaced by ceil(K / 32).
+
+    A non-finite block has scale code 255 and codes 0.
+    """
+    dtype = _check(x)
+    outer, size, inner = x.shape
+    scale_codes = np.zeros((outer, -(-size // BLOCK), inner), np.uint8)
+    codes = np.empty(x.shape, np.uint16 if dtype.bits == 16 else np.uint32)
+    _write(x, rule, Variant(dtype.name, "encode"), 0, codes, scale_codes, threads)
+    return codes.astype(np.uint8), scale_codes
+
+
+def _output(x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        return np.empty(x.shape, x.dtype)
+    if out.shape != x.shape or out.dtype != x.dtype:
+        raise TensorError(
+            f"the output is {out.dtype} {out.shape}, the tensor {x.dtype} {x.shape}"
+        )
+    return out
+
+
+def _write(
+    x: np.ndarray,
+    rule: ScaleRule,
+    variant: Variant,
+    parts: int,
+    out: np.ndarray,
+    scale_codes: np.ndarray | None,
+    threads: int | None,
+) -> np.ndarray:
+    """Run a writing kernel from x into `out`, by way of copies where one of them lies awkwardly."""
+    if x.size == 0:
+        return out
+    layout = Layout.of(x, tokens=True)
+    target = out if layout.fits(out) else np.empty(x.shape, out.dtype)
+    result = Layout(target, layout.by_rows).arguments()
+    rules = (rule.carry(_ELEMENT), DTYPES[variant.dtype].overflow)
+    encodes = scale_codes is not None
+    flat = np.zeros(scale_codes.size if scale_codes is not None else 0, np.uint8)
+
+    def work(first: int, last: int) -> None:
+        run = (first, last, layout.unit)
+        if layout.by_rows:
+            write_rows(
+                variant, layout.arguments(), run, layout.blocks(), rules, parts, result[:2], flat
+            )
+        else:
+            codes = flat.reshape(-1, x.shape[2]) if encodes else flat.reshape(0, 1)
+            write_columns(variant, layout.arguments(), run, rules, parts, result[:3], codes)
+
+    _share(work, layout.units, threads)
+    if scale_codes is not None:
+        scale_codes[...] = flat.reshape(scale_codes.shape)
+    if target is not out:
+        out[...] = target
+    return out
+
+
+def needs_compiling() -> bool:
+    """Whether the first call will have to compile its kernel, which takes seconds.
+
+    That is so where neither this process nor numba's disk cache holds a kernel as recent as its source.
+    """
+    loops = (kernels.measure_rows, kernels.measure_columns, write_rows, write_columns)
+    if any(loop.signatures for loop in loops):
+        return False
+    newest = max(path.stat().st_mtime for path in Path(__file__).parent.glob("cpu*.py"))
+    folder = Path(kernels.measure_rows.stats.cache_path or "")
+    indexes = folder.glob("cpu_*.nbi") if kernels.measure_rows.stats.cache_path else ()
+    return not any(index.stat().st_mtime > newest for index in indexes)
+
+
+def _check(x: np.ndarray) -> Dtype:
+    """Refuse what the kernels cannot take."""
+    if x.ndim != 3:
+        raise TensorError(f"expected an array [outer, K, inner], not one of shape {x.shape}")
+    if x.dtype.name not in DTYPES:
+        raise TensorError(
+            f"cannot quantize an array of dtype {x.dtype}",
+            advice=f"Pass {', '.join(DTYPES)} values",
+        )
+    return DTYPES[x.dtype.name]
+
+
+def _covers(rule: ScaleRule) -> bool:
+    """Whether the rule never gives a scale below the ideal one."""
+    return rule.threshold(_ELEMENT) <= _ELEMENT.max_normal / 2.0**_ELEMENT.emax
+
+
+def octave_table(rule: ScaleRule) -> np.ndarray:
+    """Bins and edges for the histogram of delta: int64 [2 * OCTAVE_CELLS] (see `cpu_measure`).
+
+    delta - delta_low is at least j / 32 up to the float32 f = threshold * 2^(1 - j / 32); no such f
+    but the octave's ends is a float32, so float64 places every edge between two of them exactly.
+    """
+    threshold, unit = rule.threshold(_ELEMENT), 1 << FLOAT32_MANTISSA_BITS
+    edges = []
+    for bin_number in range(DELTA_BINS - 1, 0, -1):
+        f = threshold * 2.0 ** (1 - bin_number / DELTA_BINS)
+        pattern = (f - 1) * unit if f < 2 else f / 2 * unit
+        edges.append(math.floor(pattern) + rule.carry(_ELEMENT) - unit + 1)
+    starts = np.arange(OCTAVE_CELLS) << CELL_SHIFT
+    passed = np.searchsorted(edges, starts, side="right")
+    following = np.append(edges, unit)[passed]
+    return np.concatenate([DELTA_BINS - 1 - passed, following]).astype(np.int64)
+
+
+def _count_fields(numel: int, totals: np.ndarray) -> np.ndarray:
+    """COUNT_FIELDS from the units' raw counts, which include padding and non-finite blocks."""
+    raw = dict(zip(STRIP_COUNTS, totals, strict=False))
+    zeros, nonfinite = totals[kernels.ZEROS], totals[kernels.NONFINITE]
+    outside = totals[kernels.PADDING] + totals[kernels.NONFINITE_ELEMENTS]
+    fields = {
+        "numel": numel,
+        "counted": numel - totals[kernels.NONFINITE_ELEMENTS],
+        "zero": zeros - outside,
+        "deadzone": raw["deadzone"] - zeros,
+        "underflow": raw["underflow"] - zeros,
+        "saturated": raw["saturated"],
+        "blocks": totals[kernels.BLOCKS] - raw["zero_blocks"],
+        "zero_blocks": raw["zero_blocks"] - totals[kernels.ABSENT] - nonfinite,
+        "nonfinite_blocks": nonfinite,
+    }
+    return np.array([fields[name] for name in COUNT_FIELDS], dtype=np.int64)
+
+
+def _float(bits: int) -> float:
+    """The float32 of a bit pattern; exact for subnormals whatever the flush-to-zero mode."""
+    exponent, mantissa = divmod(int(bits), 1 << FLOAT32_MANTISSA_BITS)
+    if exponent:
+        mantissa += 1 << FLOAT32_MANTISSA_BITS
+    return math.ldexp(mantissa, max(exponent, 1) - 127 - FLOAT32_MANTISSA_BITS)
+
+
+def _share(work: Callable[[int, int], None], units: int, threads: int | None) -> None:
+    """Call work(first, last) for batches that make up range(units), on several threads.
+
+    The calling thread works too. The first exception of any thread is raised here.
+    """
+    batches = itertools.count()
+    errors: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            while not errors and (first := next(batches) * _BATCH) < units:
+                work(first, min(first + _BATCH, units))
+        except BaseException as error:
+            errors.append(error)
+
+    wanted = threads or _cpu_count()
+    helpers = [
+        threading.Thread(target=take) for _ in range(min(wanted, -(-units // _BATCH)) - 1)
+    ]
+    for helper in helpers:
+        helper.start()
+    take()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+
+
+def _cpu_count() -> int:
+    """CPUs this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,104 @@
+"""What a CPU kernel is compiled for, as a numba type: one compilation and cache entry per variant."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numba import types
+from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A stored element type as the kernels see it.
+
+    `overflow` is the smallest float32 bit pattern of a magnitude that is not finite once the element
+    has been widened; `mantissa_bits` and `emin` describe its rounding.
+    """
+
+    name: str
+    bits: int
+    overflow: int
+    mantissa_bits: int
+    emin: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.bits // 8
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("float32", 32, overflow=0x7F800000, mantissa_bits=23, emin=-126),
+        Dtype("bfloat16", 16, overflow=0x7F800000, mantissa_bits=7, emin=-126),
+        # A half-precision infinity widens to 2^16, above every finite value.
+        Dtype("float16", 16, overflow=0x47800000, mantissa_bits=10, emin=-14),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Everything a kernel's code depends on; all else is a run-time argument.
+
+    Attributes
+    ----------
+    dtype
+        Name of the stored element type, a key of `DTYPES`.
+    task
+        What is done with a strip: "measure", "decode", "encode", "inject".
+    covers
+        Whether the scale rule never gives s < amax / 6: nothing saturates and <e_dz, e_scale> = 0.
+    row_tokens
+        Whether to keep sums for every row of the tile (a token is an index along K).
+    corrections
+        Names of the corrections to measure in the same pass.
+    """
+
+    dtype: str
+    task: str
+    covers: bool = False
+    row_tokens: bool = False
+    corrections: tuple[str, ...] = ()
+
+
+class VariantType(types.Opaque):
+    """numba type of one `Variant`; its name holds a digest of the kernels' source.
+
+    numba keys its disk cache by the file of the compiled function alone; with the digest, a change in
+    any module that emits code is a different signature, and nothing stale is ever loaded.
+    """
+
+    def __init__(self, variant: Variant, digest: str) -> None:
+        self.variant = variant
+        self.digest = digest
+        super().__init__(name=f"{variant}@{digest}")
+
+
+register_model(VariantType)(models.OpaqueModel)
+
+
+def source_digest() -> str:
+    """Digest of the modules that make up the kernels."""
+    here = Path(__file__).parent
+    sources = [path.read_bytes() for path in sorted(here.glob("cpu*.py"))]
+    sources.append((here.parent / "formats.py").read_bytes())
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()[:16]
+
+
+_DIGEST = source_digest()
+
+
+@typeof_impl.register(Variant)
+def _typeof_variant(value: Variant, context: Any) -> VariantType:
+    return VariantType(value, _DIGEST)
+
+
+@unbox(VariantType)
+def _unbox_variant(kind: VariantType, value: Any, context: Any) -> NativeValue:
+    return NativeValue(context.context.get_dummy_value())
