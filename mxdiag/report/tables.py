@@ -63,15 +63,20 @@ def _table(console: Console, first: str) -> Table:
     table.add_column(first, overflow="fold", no_wrap=not console.is_terminal)
     table.add_column("operand", no_wrap=True)
     table.add_column("SQNR dB", justify="right", no_wrap=True)
-    if _has_bar(console):
-        table.add_column("error split", no_wrap=True, width=_BAR_WIDTH)
+    if console.is_terminal:
+        table.add_column("split", no_wrap=True, width=_bar_width(console))
     for _, label, _, _ in SHARES:
-        table.add_column(f"{label} %", justify="right", overflow="fold")
+        heading = label.split()[0] if _is_narrow(console) else f"{label} %"
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
-def _has_bar(console: Console) -> bool:
-    return console.is_terminal and console.width >= 100
+def _is_narrow(console: Console) -> bool:
+    return console.is_terminal and console.width < 100
+
+
+def _bar_width(console: Console) -> int:
+    return _BAR_WIDTH // 2 if _is_narrow(console) else _BAR_WIDTH
 
 
 def _add(table: Table, console: Console, name: Text, row: Mapping[str, Any]) -> None:
@@ -80,9 +85,10 @@ def _add(table: Table, console: Console, name: Text, row: Mapping[str, Any]) -> 
         cells.append(number(row.get("sqnr_db")))
     else:
         cells.append(row["status"].replace("_", " "))
-    if _has_bar(console):
-        cells.append(share_bar(row))
-    cells += [percent(row.get(share)) for share, *_ in SHARES]
+    if console.is_terminal:
+        cells.append(share_bar(row, _bar_width(console)))
+    digits = 0 if _is_narrow(console) else 1
+    cells += [percent(row.get(share), digits) for share, *_ in SHARES]
     table.add_row(*cells)
 
 
@@ -175,16 +181,16 @@ def recommendation_table(run: Run, console: Console, top: int | None = 15) -> Ta
 def legend() -> Text:
     """What the colours of the bar stand for."""
     text = Text()
-    for share, label, colour, mark in SHARES:
+    for _, label, colour, mark in SHARES:
         text.append(f"{mark * 2} ", style=colour)
-        text.append(f"{label} ({share})   ")
-    return text
+        text.append(f"{label}   ")
+    return text.append("in % of the squared error")
 
 
 def scan_summary(run: Run, console: Console, top: int | None = 15) -> RenderableType:
     """What `mxdiag scan` prints."""
     parts: list[RenderableType] = []
-    if _has_bar(console):
+    if console.is_terminal:
         parts += [legend(), Text()]
     parts.append(rows_table(run, console, top))
     hidden = 0 if top is None else max(0, len(run.tensors) - top)
