@@ -1,48 +1,76 @@
 """MXFP4 on the CPU in one fused pass: numba and numpy, no torch.
 
 The functions take a 3-D array [outer, K, inner] of float32, float16 or ml_dtypes.bfloat16, blocked
-along K. They equal `quantize.reference` exactly on codes, scale bytes, decoded and injected values and
-on counts; sums agree to float32 accumulation within a block and float64 beyond. Results do not
+along K. They equal `quantize.reference` exactly on codes, scale bytes, decoded and injected values
+and on counts; sums agree to float32 accumulation within a block and float64 beyond. Results do not
 depend on the number of threads.
 
-From the inside out: `cpu_simd` (vectors), `cpu_lanes` (the arithmetic, one block per lane), `cpu_pack`
-(memory to tiles), `cpu_measure` (statistics of a strip of sixteen blocks), `cpu_kernels` (the compiled
-loops), `cpu_layout` (units of work) and this module (threads and results).
+From the inside out: `cpu_simd` (vectors), `cpu_lanes` (the arithmetic, one block per lane),
+`cpu_pack` (memory to tiles), `cpu_totals`, `cpu_measure` and `cpu_corrections` (statistics of a
+strip of sixteen blocks), `cpu_write` (results to memory), `cpu_strips`, `cpu_kernels` and
+`cpu_write_kernels` (the compiled loops), `cpu_layout` (units of work) and this module (threads and
+results).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mxdiag.errors import TensorError
-from mxdiag.formats import FLOAT32_MANTISSA_BITS, MXFP4, ScaleRule
-from mxdiag.quantize import cpu_kernels as kernels
-from mxdiag.quantize.cpu_layout import Layout
-from mxdiag.quantize.cpu_measure import CELL_SHIFT, OCTAVE_CELLS, STRIP_COUNTS
+from mxdiag.formats import E2M1, E4M3, FLOAT32_MANTISSA_BITS, ScaleRule
+from mxdiag.quantize.correction_base import Correction
+from mxdiag.quantize.cpu_corrections import FIELDS
+from mxdiag.quantize.cpu_kernels import MACRO, measure_columns, measure_rows
 from mxdiag.quantize.cpu_lanes import BLOCK
+from mxdiag.quantize.cpu_layout import Layout
+from mxdiag.quantize.cpu_measure import CELL_SHIFT, OCTAVE_CELLS, UNIT_COUNTS
+from mxdiag.quantize.cpu_plan import Plan, is_fused, plan
+from mxdiag.quantize.cpu_threads import share
+from mxdiag.quantize.cpu_variant import DTYPES, SETTINGS, Dtype, Variant
 from mxdiag.quantize.cpu_write import COMPONENT_BITS
 from mxdiag.quantize.cpu_write_kernels import write_columns, write_rows
-from mxdiag.quantize.cpu_variant import DTYPES, Dtype, Variant
-from mxdiag.quantize.sums import COUNT_FIELDS, DELTA_BINS, SUM_FIELDS, TOKEN_FIELDS, Sums
+from mxdiag.quantize.sums import (
+    CORRECTION_FIELDS,
+    COUNT_FIELDS,
+    DELTA_BINS,
+    SUM_FIELDS,
+    TOKEN_FIELDS,
+    Sums,
+)
 
-_ELEMENT = MXFP4.element
-#: Units a thread takes at a time: about a tenth of a millisecond of work.
-_BATCH = 4
+__all__ = ["encode", "inject", "is_fused", "measure", "needs_compiling", "quantize_dequantize"]
+
+_AMAX = UNIT_COUNTS.index("amax")
+#: NVFP4: the largest scaled value, 6 * 448, and the least scale of a tensor.
+_NVFP4_TOP, _NVFP4_LEAST = np.float32(E2M1.max_normal * E4M3.max_normal), np.float32(2.0**-121)
 
 
 def measure(
-    x: np.ndarray, rule: ScaleRule, *, tokens: bool = False, threads: int | None = None
+    x: np.ndarray,
+    rule: ScaleRule,
+    *,
+    tokens: bool = False,
+    corrections: Sequence[Correction] = (),
+    amax: float | None = None,
+    threads: int | None = None,
 ) -> Sums:
     """Raw sums of x [outer, K, inner] in MXFP4 blocks along K.
 
-    With `tokens`, also the sums per token: the outer index if inner is 1, the K index if outer is 1.
+    Parameters
+    ----------
+    tokens
+        Also return sums per token: the outer index if inner is 1, the K index if outer is 1.
+    corrections
+        Corrections to evaluate in the same pass; all of them must be such that `is_fused`.
+    amax
+        The whole tensor's largest absolute value, over finite blocks, where x is a piece of it;
+        taken from x, in a pass of its own, if None and a correction needs it.
+    threads
+        How many to use; all CPUs of this process if None.
 
     Raises
     ------
@@ -52,40 +80,93 @@ def measure(
     dtype = _check(x)
     if tokens and x.shape[0] != 1 and x.shape[2] != 1:
         raise TensorError(f"no token axis in an array of shape {x.shape}")
-    layout = Layout.of(x, tokens)
-    units = layout.units if x.size else 0
-    row_tokens = tokens and not layout.by_rows
-    variant = Variant(dtype.name, "measure", _covers(rule), row_tokens)
-    sums = np.zeros((units, len(SUM_FIELDS)))
-    counts = np.zeros((units, kernels.UNIT_COUNTS), np.int64)
-    token_rows = units * BLOCK if row_tokens else x.shape[0]
+    plans = tuple(plan(correction, rule) for correction in corrections)
+    if any(correction.needs_amax for correction in corrections) and amax is None:
+        amax = _run(x, dtype, rule, "amax", False, (), 0.0, threads).amax
+    totals = _run(x, dtype, rule, "measure", tokens, plans, amax or 0.0, threads)
+    sums, counts = totals.sums[: len(SUM_FIELDS)], totals.counts
+    base = dict(zip(SUM_FIELDS, sums, strict=True))
+    corrected = {}
+    for i, correction in enumerate(corrections):
+        first = len(SUM_FIELDS) + len(FIELDS) * i
+        parts = totals.sums[first : first + len(FIELDS)]
+        raw = dict(zip(FIELDS, parts, strict=True))
+        zeros = counts[UNIT_COUNTS.index("zeros")]
+        fields = {
+            "e2": raw["e2"],
+            "qx": base["x2"] + raw["ey"],
+            "e": raw["e"],
+            "underflow": counts[len(UNIT_COUNTS) + i] - zeros,
+        }
+        corrected[correction.name] = np.array([float(fields[name]) for name in CORRECTION_FIELDS])
+    return Sums(
+        sums=sums,
+        counts=_count_fields(x.size, counts),
+        amax=totals.amax,
+        delta_hist=totals.delta_hist,
+        tokens=totals.tokens,
+        corrections=corrected,
+    )
+
+
+def _run(
+    x: np.ndarray,
+    dtype: Dtype,
+    rule: ScaleRule,
+    task: str,
+    tokens: bool,
+    plans: tuple[Plan, ...],
+    amax: float,
+    threads: int | None,
+) -> Sums:
+    """Run a measuring kernel; sums and counts in the Sums are the kernel's own."""
+    layout = Layout.of(x, fixed=tokens, group=MACRO if any("mbs" in plan for plan in plans) else 1)
+    units, row_tokens = layout.units, tokens and not layout.by_rows
+    variant = Variant(dtype.name, task, _covers(rule), row_tokens, plans)
+    sums = np.zeros((units, len(SUM_FIELDS) + len(FIELDS) * len(plans)))
+    counts = np.zeros((units, len(UNIT_COUNTS) + len(plans)), np.int64)
+    depth = BLOCK * layout.group
+    token_rows = units * depth if row_tokens else x.shape[0]
     token_sums = np.zeros((token_rows if tokens else 0, len(TOKEN_FIELDS)))
-    table = octave_table(rule)
+    settings, table = _settings(rule, dtype, amax), octave_table(rule)
     histograms = [np.zeros(DELTA_BINS, np.int64)]
-    rules = (rule.carry(_ELEMENT), dtype.overflow)
 
     def work(first: int, last: int) -> None:
         octave = np.concatenate([table, histograms[0]])
         histograms.append(octave[table.size :])
-        run, results = (first, last, layout.unit), (rules, octave, sums, counts, token_sums)
+        run, arguments = (first, last, layout.unit), layout.arguments()
+        results = (settings, octave, sums, counts, token_sums)
         if layout.by_rows:
-            kernels.measure_rows(variant, layout.arguments(), run, layout.blocks(), *results)
+            measure_rows(variant, arguments, run, layout.blocks(), *results)
         else:
-            kernels.measure_columns(variant, layout.arguments(), run, *results)
+            measure_columns(variant, arguments, run, layout.group, *results)
 
-    _share(work, units, threads)
+    share(work, units, threads)
     if row_tokens and units:
-        parts = token_sums.reshape(-1, layout.chunks, BLOCK, len(TOKEN_FIELDS)).sum(1)
+        parts = token_sums.reshape(-1, layout.chunks, depth, len(TOKEN_FIELDS)).sum(1)
         token_sums = parts.reshape(-1, len(TOKEN_FIELDS))[: x.shape[1]]
     elif row_tokens:
         token_sums = np.zeros((x.shape[1], len(TOKEN_FIELDS)))
     return Sums(
         sums=np.add.reduce(sums, axis=0),
-        counts=_count_fields(x.size, counts.sum(0)),
-        amax=_float(counts[:, kernels.AMAX].max(initial=0)),
+        counts=np.add.reduce(counts, axis=0),
+        amax=_float(counts[:, _AMAX].max(initial=0)),
         delta_hist=np.add.reduce(histograms),
         tokens=token_sums if tokens else None,
     )
+
+
+def _settings(rule: ScaleRule, dtype: Dtype, amax: float) -> np.ndarray:
+    """SETTINGS for a rule, a stored type and a tensor's amax."""
+    tensor_scale = np.maximum(np.float32(amax) / _NVFP4_TOP, _NVFP4_LEAST)
+    values = {
+        "carry": rule.carry(E2M1),
+        "carry_e4m3": rule.carry(E4M3),
+        "overflow": dtype.overflow,
+        "tensor_scale": tensor_scale.view(np.uint32),
+        "inverse_tensor_scale": (np.float32(1) / tensor_scale).view(np.uint32),
+    }
+    return np.array([int(values[name]) for name in SETTINGS], np.int64)
 
 
 def quantize_dequantize(
@@ -117,7 +198,8 @@ def inject(
 ) -> np.ndarray:
     """x plus the named error components ("scale", "deadzone", "grid"), in x's dtype.
 
-    See `reference.inject`. Raises a TensorError as `quantize_dequantize`, or for an unknown component.
+    See `reference.inject`. Raises a TensorError as `quantize_dequantize`, or for an unknown
+    component.
     """
     dtype = _check(x)
     unknown = components - set(COMPONENT_BITS)
@@ -154,9 +236,7 @@ def _output(x: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     if out is None:
         return np.empty(x.shape, x.dtype)
     if out.shape != x.shape or out.dtype != x.dtype:
-        raise TensorError(
-            f"the output is {out.dtype} {out.shape}, the tensor {x.dtype} {x.shape}"
-        )
+        raise TensorError(f"the output is {out.dtype} {out.shape}, the tensor {x.dtype} {x.shape}")
     return out
 
 
@@ -172,10 +252,10 @@ def _write(
     """Run a writing kernel from x into `out`, by way of copies where one of them lies awkwardly."""
     if x.size == 0:
         return out
-    layout = Layout.of(x, tokens=True)
+    layout = Layout.of(x, fixed=True)
     target = out if layout.fits(out) else np.empty(x.shape, out.dtype)
     result = Layout(target, layout.by_rows).arguments()
-    rules = (rule.carry(_ELEMENT), DTYPES[variant.dtype].overflow)
+    settings = _settings(rule, DTYPES[variant.dtype], 0.0)
     encodes = scale_codes is not None
     flat = np.zeros(scale_codes.size if scale_codes is not None else 0, np.uint8)
 
@@ -183,13 +263,13 @@ def _write(
         run = (first, last, layout.unit)
         if layout.by_rows:
             write_rows(
-                variant, layout.arguments(), run, layout.blocks(), rules, parts, result[:2], flat
+                variant, layout.arguments(), run, layout.blocks(), settings, parts, result[:2], flat
             )
         else:
             codes = flat.reshape(-1, x.shape[2]) if encodes else flat.reshape(0, 1)
-            write_columns(variant, layout.arguments(), run, rules, parts, result[:3], codes)
+            write_columns(variant, layout.arguments(), run, settings, parts, result[:3], codes)
 
-    _share(work, layout.units, threads)
+    share(work, layout.units, threads)
     if scale_codes is not None:
         scale_codes[...] = flat.reshape(scale_codes.shape)
     if target is not out:
@@ -200,14 +280,15 @@ def _write(
 def needs_compiling() -> bool:
     """Whether the first call will have to compile its kernel, which takes seconds.
 
-    That is so where neither this process nor numba's disk cache holds a kernel as recent as its source.
+    That is so where neither this process nor numba's disk cache holds a kernel as recent as its
+    source.
     """
-    loops = (kernels.measure_rows, kernels.measure_columns, write_rows, write_columns)
+    loops = (measure_rows, measure_columns, write_rows, write_columns)
     if any(loop.signatures for loop in loops):
         return False
     newest = max(path.stat().st_mtime for path in Path(__file__).parent.glob("cpu*.py"))
-    folder = Path(kernels.measure_rows.stats.cache_path or "")
-    indexes = folder.glob("cpu_*.nbi") if kernels.measure_rows.stats.cache_path else ()
+    folder = measure_rows.stats.cache_path
+    indexes = Path(folder).glob("cpu_*.nbi") if folder else ()
     return not any(index.stat().st_mtime > newest for index in indexes)
 
 
@@ -225,7 +306,7 @@ def _check(x: np.ndarray) -> Dtype:
 
 def _covers(rule: ScaleRule) -> bool:
     """Whether the rule never gives a scale below the ideal one."""
-    return rule.threshold(_ELEMENT) <= _ELEMENT.max_normal / 2.0**_ELEMENT.emax
+    return rule.threshold(E2M1) <= E2M1.max_normal / 2.0**E2M1.emax
 
 
 def octave_table(rule: ScaleRule) -> np.ndarray:
@@ -234,12 +315,12 @@ def octave_table(rule: ScaleRule) -> np.ndarray:
     delta - delta_low is at least j / 32 up to the float32 f = threshold * 2^(1 - j / 32); no such f
     but the octave's ends is a float32, so float64 places every edge between two of them exactly.
     """
-    threshold, unit = rule.threshold(_ELEMENT), 1 << FLOAT32_MANTISSA_BITS
+    threshold, unit = rule.threshold(E2M1), 1 << FLOAT32_MANTISSA_BITS
     edges = []
     for bin_number in range(DELTA_BINS - 1, 0, -1):
         f = threshold * 2.0 ** (1 - bin_number / DELTA_BINS)
         pattern = (f - 1) * unit if f < 2 else f / 2 * unit
-        edges.append(math.floor(pattern) + rule.carry(_ELEMENT) - unit + 1)
+        edges.append(math.floor(pattern) + rule.carry(E2M1) - unit + 1)
     starts = np.arange(OCTAVE_CELLS) << CELL_SHIFT
     passed = np.searchsorted(edges, starts, side="right")
     following = np.append(edges, unit)[passed]
@@ -248,19 +329,17 @@ def octave_table(rule: ScaleRule) -> np.ndarray:
 
 def _count_fields(numel: int, totals: np.ndarray) -> np.ndarray:
     """COUNT_FIELDS from the units' raw counts, which include padding and non-finite blocks."""
-    raw = dict(zip(STRIP_COUNTS, totals, strict=False))
-    zeros, nonfinite = totals[kernels.ZEROS], totals[kernels.NONFINITE]
-    outside = totals[kernels.PADDING] + totals[kernels.NONFINITE_ELEMENTS]
+    raw = dict(zip(UNIT_COUNTS, totals, strict=False))
     fields = {
         "numel": numel,
-        "counted": numel - totals[kernels.NONFINITE_ELEMENTS],
-        "zero": zeros - outside,
-        "deadzone": raw["deadzone"] - zeros,
-        "underflow": raw["underflow"] - zeros,
+        "counted": numel - raw["nonfinite_elements"],
+        "zero": raw["zeros"] - raw["padding"] - raw["nonfinite_elements"],
+        "deadzone": raw["deadzone"] - raw["zeros"],
+        "underflow": raw["underflow"] - raw["zeros"],
         "saturated": raw["saturated"],
-        "blocks": totals[kernels.BLOCKS] - raw["zero_blocks"],
-        "zero_blocks": raw["zero_blocks"] - totals[kernels.ABSENT] - nonfinite,
-        "nonfinite_blocks": nonfinite,
+        "blocks": raw["lanes"] - raw["zero_blocks"],
+        "zero_blocks": raw["zero_blocks"] - raw["absent"] - raw["nonfinite"],
+        "nonfinite_blocks": raw["nonfinite"],
     }
     return np.array([fields[name] for name in COUNT_FIELDS], dtype=np.int64)
 
@@ -271,38 +350,3 @@ def _float(bits: int) -> float:
     if exponent:
         mantissa += 1 << FLOAT32_MANTISSA_BITS
     return math.ldexp(mantissa, max(exponent, 1) - 127 - FLOAT32_MANTISSA_BITS)
-
-
-def _share(work: Callable[[int, int], None], units: int, threads: int | None) -> None:
-    """Call work(first, last) for batches that make up range(units), on several threads.
-
-    The calling thread works too. The first exception of any thread is raised here.
-    """
-    batches = itertools.count()
-    errors: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            while not errors and (first := next(batches) * _BATCH) < units:
-                work(first, min(first + _BATCH, units))
-        except BaseException as error:
-            errors.append(error)
-
-    wanted = threads or _cpu_count()
-    helpers = [
-        threading.Thread(target=take) for _ in range(min(wanted, -(-units // _BATCH)) - 1)
-    ]
-    for helper in helpers:
-        helper.start()
-    take()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
-
-
-def _cpu_count() -> int:
-    """CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

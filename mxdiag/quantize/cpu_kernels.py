@@ -1,4 +1,4 @@
-"""The compiled loops: units of work, each a run of blocks, strip by strip.
+"""The compiled loops that measure: units of work, each a run of blocks, strip by strip.
 
 A unit's sums depend on nothing but its own elements, and the launcher adds units in order: so
 results do not depend on how many threads there are.
@@ -11,154 +11,99 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from mxdiag.quantize.cpu_lanes import BLOCK, TILE_BYTES
-from mxdiag.quantize.cpu_measure import (
+from mxdiag.quantize.cpu_corrections import WORK_TILES
+from mxdiag.quantize.cpu_lanes import (
+    BLOCK,
     ENERGIES_OFFSET,
     ENERGY_BYTES,
+    FOUR_ROW,
+    HIGH_ROW,
+    LIFT_ROW,
+    LOW_ROW,
+    PAIR_ROW,
     RECORD_BYTES,
-    STRIP_COUNTS,
-    measure_strip,
+    TILE_BYTES,
 )
+from mxdiag.quantize.cpu_measure import UNIT_COUNTS, measure_strip
 from mxdiag.quantize.cpu_pack import (
     HAS_SPECIAL,
     HAS_ZERO,
     STRIPS,
-    TINY,
     pack_columns,
     pack_rows,
     pack_wide_columns,
-    peek,
-    poke,
 )
 from mxdiag.quantize.cpu_simd import LANES
-from mxdiag.quantize.sums import SUM_FIELDS, TOKEN_FIELDS
-
-#: Tiny blocks are multiplied by 2^LIFT (see `cpu_lanes`).
-LIFT = 96
-#: Integer results of a unit: STRIP_COUNTS, then zeros (those of padding and of non-finite blocks
-#: included), padding elements, absent blocks, non-finite blocks, their elements, bits of amax; last, all
-#: lanes that were measured.
-ZEROS, PADDING, ABSENT, NONFINITE, NONFINITE_ELEMENTS, AMAX, BLOCKS, UNIT_COUNTS = range(
-    len(STRIP_COUNTS), len(STRIP_COUNTS) + 8
+from mxdiag.quantize.cpu_strips import (
+    AMAX,
+    MEASURED,
+    SIDE_BYTES,
+    STRIP,
+    aligned,
+    copy_columns,
+    kernel,
+    point,
+    settle,
 )
+from mxdiag.quantize.cpu_variant import SETTINGS
+from mxdiag.quantize.sums import TOKEN_FIELDS
 
-STRIP = BLOCK * LANES
-#: A padded copy of one block of the widest element.
-SIDE_BYTES = 4 * BLOCK
-_CACHE_LINE = 64
+_OVERFLOW = SETTINGS.index("overflow")
+#: Blocks of the largest macro block.
+MACRO = 4
 
 
-def kernel(function: Any) -> Any:
-    """Compile on first use, without the GIL, into numba's disk cache if there is one.
+@njit
+def _records(memory: np.ndarray) -> np.ndarray:
+    """Records as 32-bit words [records, rows, 16]; the rows past RECORD_ROWS hold energies."""
+    return memory.view(np.uint32).reshape(-1, RECORD_BYTES // (4 * LANES), LANES)
 
-    numba refuses to decorate a function when it finds no writable place for its cache; such a
-    function is compiled in every process instead.
+
+@njit
+def _larger(record: np.ndarray, lane: int, plain: int, lifted: int) -> tuple[int, int]:
+    """The larger of the given amax bits and a block's, among lifted blocks or among the others."""
+    amax: int = np.int64(max(record[LOW_ROW, lane], record[HIGH_ROW, lane]))  # type: ignore[assignment]
+    if record[LIFT_ROW, lane]:
+        return plain, max(lifted, amax)
+    return max(plain, amax), lifted
+
+
+@njit
+def _macro_rows(record: np.ndarray) -> None:
+    """Enter the amax of macro blocks of two and four neighbouring lanes.
+
+    Lifted blocks count only where all are lifted: any other amax is larger, and mu depends on the
+    mantissa alone.
     """
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except (RuntimeError, OSError):
-        return njit(nogil=True)(function)
+    for row, size in ((PAIR_ROW, 2), (FOUR_ROW, 4)):
+        for start in range(0, LANES, size):
+            plain, lifted = 0, 0
+            for lane in range(start, start + size):
+                plain, lifted = _larger(record, lane, plain, lifted)
+            for lane in range(start, start + size):
+                record[row, lane] = plain if plain else lifted
 
 
 @njit
-def aligned(size):
-    memory = np.zeros(size + _CACHE_LINE, np.uint8)
-    start = -memory.ctypes.data % _CACHE_LINE
-    return memory[start : start + size]
+def _macro_columns(records: np.ndarray, strip: int) -> None:
+    """The same for macro blocks that run through the tiles of MACRO rows of blocks."""
+    for row, size in ((PAIR_ROW, 2), (FOUR_ROW, 4)):
+        for start in range(0, MACRO, size):
+            for lane in range(LANES):
+                plain, lifted = 0, 0
+                for block in range(start, start + size):
+                    record = records[block * STRIPS + strip]
+                    plain, lifted = _larger(record, lane, plain, lifted)
+                for block in range(start, start + size):
+                    records[block * STRIPS + strip][row, lane] = plain if plain else lifted
 
 
 @njit
-def point(variant, layout, per_row, first, last, pointers, spans, side):
-    """Addresses and lengths of sixteen blocks from `first` on, below `last`.
-
-    `per_row` may exceed the blocks a row has: such blocks are absent, of length 0. A block shorter
-    than 32 is copied to its slot of `side` and padded there.
-    """
-    x, row_stride, size, itemsize = layout
-    row, block = divmod(first, per_row)
-    for lane in range(LANES):
-        span = 0
-        if first + lane < last:
-            span = min(max(size - block * BLOCK, 0), BLOCK)
-        start = x + row * row_stride + block * BLOCK * itemsize
-        spans[lane] = span
-        if span == BLOCK:
-            pointers[lane] = start
-        else:
-            slot = side + lane * SIDE_BYTES
-            pointers[lane] = slot
-            for i in range(BLOCK):
-                bits = peek(variant, start + i * itemsize) if i < span else 0
-                poke(variant, slot + i * itemsize, bits)
-        block += 1
-        if block == per_row:
-            row, block = row + 1, 0
-
-
-@njit
-def copy_columns(variant, source, row_stride, rows, columns, side, itemsize):
-    """A piece of 32 x 16 elements, of which only `rows` x `columns` exist, into `side`, padded."""
-    for row in range(BLOCK):
-        for lane in range(LANES):
-            bits = 0
-            if row < rows and lane < columns:
-                bits = peek(variant, source + row * row_stride + lane * itemsize)
-            poke(variant, side + (row * LANES + lane) * itemsize, bits)
-
-
-@njit
-def settle(flags, overflow, tile, words, spans, counts):
-    """Prepare and count what the strip's arithmetic cannot take as it is.
-
-    Non-finite blocks are counted and zeroed; tiny ones are multiplied by 2^LIFT, by integers. Then
-    zeros are counted, those of padding and of zeroed blocks included. Returns the lanes of non-finite
-    blocks as bits.
-    """
-    nonfinite = 0
-    amax, lift = words[:LANES], words[LANES : 2 * LANES]
-    if flags & HAS_SPECIAL:
-        for lane in range(LANES):
-            if amax[lane] >= overflow:
-                nonfinite |= 1 << lane
-                counts[NONFINITE] += 1
-                counts[NONFINITE_ELEMENTS] += spans[lane]
-                amax[lane] = 0
-                for i in range(lane, STRIP, LANES):
-                    tile[i] = 0
-            elif 0 < amax[lane] < TINY:
-                counts[AMAX] = max(counts[AMAX], amax[lane])
-                amax[lane] = _lifted(amax[lane])
-                lift[lane] = LIFT
-                for i in range(lane, STRIP, LANES):
-                    tile[i] = _lifted(tile[i] & 0x7FFFFFFF) | (tile[i] & 0x80000000)
-    zeros = 0
-    for i in range(STRIP):
-        zeros += (tile[i] & 0x7FFFFFFF) == 0
-    counts[ZEROS] += zeros
-    for lane in range(LANES):
-        counts[PADDING] += BLOCK - spans[lane]
-        counts[ABSENT] += spans[lane] == 0
-    return nonfinite
-
-
-@njit
-def _lifted(magnitude):
-    """Bits of 2^LIFT times a float32 below 2^-60, subnormals included."""
-    if magnitude >= 1 << 23:
-        return magnitude + (LIFT << 23)
-    if magnitude == 0:
-        return 0
-    shift = 0
-    while magnitude >> 23 == 0:
-        magnitude <<= 1
-        shift += 1
-    return (magnitude & 0x7FFFFF) + ((LIFT + 1 - shift) << 23)
-
-
-@njit
-def _finish_unit(lane_sums, largest, sums, counts):
+def _finish_unit(
+    lane_sums: np.ndarray, largest: np.ndarray, sums: np.ndarray, counts: np.ndarray
+) -> None:
     """Add the lanes up, in order."""
-    for i in range(len(SUM_FIELDS)):
+    for i in range(sums.shape[0]):
         total = 0.0
         for lane in range(LANES):
             total += lane_sums[i * LANES + lane]
@@ -168,7 +113,17 @@ def _finish_unit(lane_sums, largest, sums, counts):
 
 
 @kernel
-def measure_rows(variant, layout, units, blocks, rule, octave, sums, counts, tokens):
+def measure_rows(
+    variant: Any,
+    layout: tuple[int, int, int, int],
+    units: tuple[int, int, int],
+    blocks: tuple[int, int, int],
+    settings: np.ndarray,
+    octave: np.ndarray,
+    sums: np.ndarray,
+    counts: np.ndarray,
+    tokens: np.ndarray,
+) -> None:
     """Statistics of units[0] to units[1] - 1 of a tensor whose blocks are contiguous.
 
     Parameters
@@ -178,28 +133,30 @@ def measure_rows(variant, layout, units, blocks, rule, octave, sums, counts, tok
     units
         First unit, one past the last, blocks of a unit (whole rows if there are `tokens`).
     blocks
-        Blocks in all; those of one row, more than it has where macro blocks are to be kept together;
-        and 1 if they lie in memory one after another across rows, else 0.
-    rule
-        The scale rule's carry; the smallest magnitude bits that are not finite.
+        Blocks in all; those of one row, more than it has where macro blocks are to be kept
+        together; and 1 if they lie in memory one after another across rows, else 0.
+    settings
+        SETTINGS.
     octave
         Tables for the histogram of delta, and the histogram (see `cpu_measure`).
     sums, counts, tokens
-        Results: [units, len(SUM_FIELDS)], [units, UNIT_COUNTS], [rows or 0, len(TOKEN_FIELDS)].
+        Results: [units, SUM_FIELDS and FIELDS of each correction], [units, UNIT_COUNTS and one of
+        each correction], [rows or 0, TOKEN_FIELDS].
     """
     x, row_stride, size, itemsize = layout
-    carry, overflow = rule
     total_blocks, per_row, linear = blocks
-    memory = aligned(TILE_BYTES + RECORD_BYTES + LANES * SIDE_BYTES)
+    tile_bytes = (1 + WORK_TILES) * TILE_BYTES
+    memory = aligned(tile_bytes + RECORD_BYTES + LANES * SIDE_BYTES)
     tile = memory[:TILE_BYTES].view(np.uint32)
-    record = memory[TILE_BYTES : TILE_BYTES + RECORD_BYTES]
-    words, energies = record[:ENERGIES_OFFSET].view(np.uint32), record[ENERGIES_OFFSET:].view(np.float64)
-    lift, largest = words[LANES : 2 * LANES], words[2 * LANES : 3 * LANES]
+    record = _records(memory[tile_bytes : tile_bytes + RECORD_BYTES])[0]
+    energies = memory[tile_bytes + ENERGIES_OFFSET : tile_bytes + RECORD_BYTES].view(np.float64)
     pointers, spans = np.zeros(LANES, np.int64), np.zeros(LANES, np.int64)
-    lane_sums = np.zeros(len(SUM_FIELDS) * LANES)
+    lane_sums, largest = np.zeros(sums.shape[1] * LANES), np.zeros(LANES, np.uint32)
     tile_at, record_at = tile.ctypes.data, record.ctypes.data
-    side_at = record_at + RECORD_BYTES
-    pointers_at, sums_at, octave_at = pointers.ctypes.data, lane_sums.ctypes.data, octave.ctypes.data
+    work_at, side_at = tile_at + TILE_BYTES, record_at + RECORD_BYTES
+    pointers_at, settings_at = pointers.ctypes.data, settings.ctypes.data
+    sums_at, largest_at, octave_at = lane_sums.ctypes.data, largest.ctypes.data, octave.ctypes.data
+    overflow, macro = settings[_OVERFLOW], counts.shape[1] > len(UNIT_COUNTS)
     for unit in range(units[0], units[1]):
         lane_sums[:] = 0
         largest[:] = 0
@@ -217,11 +174,24 @@ def measure_rows(variant, layout, units, blocks, rule, octave, sums, counts, tok
                 point(variant, layout, per_row, first, last, pointers, spans, side_at)
             flags = pack_rows(variant, pointers_at, tile_at, record_at)
             if flags:
-                settle(flags, overflow, tile, words, spans, tally)
-            measure_strip(variant, tile_at, record_at, carry, sums_at, tally_at, octave_at, 0)
-            tally[BLOCKS] += LANES
+                settle(flags, overflow, tile, record, spans, tally)
+            if macro:
+                _macro_rows(record)
+            measure_strip(
+                variant,
+                tile_at,
+                record_at,
+                work_at,
+                settings_at,
+                sums_at,
+                largest_at,
+                tally_at,
+                octave_at,
+                0,
+            )
+            tally[MEASURED] += LANES
             if flags & HAS_SPECIAL:
-                lift[:] = 0
+                record[LIFT_ROW] = 0
             if tokens.shape[0]:
                 for lane in range(min(LANES, last - first)):
                     token = (first + lane) // per_row
@@ -231,78 +201,107 @@ def measure_rows(variant, layout, units, blocks, rule, octave, sums, counts, tok
 
 
 @kernel
-def measure_columns(variant, layout, units, rule, octave, sums, counts, tokens):
+def measure_columns(
+    variant: Any,
+    layout: tuple[int, int, int, int, int, int],
+    units: tuple[int, int, int],
+    group: int,
+    settings: np.ndarray,
+    octave: np.ndarray,
+    sums: np.ndarray,
+    counts: np.ndarray,
+    tokens: np.ndarray,
+) -> None:
     """Statistics of units[0] to units[1] - 1 of a tensor blocked along a strided axis.
 
-    A unit is a run of columns of one row of blocks: units[2] columns; they go through the columns
-    first, then the blocks along K, then the outer axis.
+    A unit is units[2] columns of `group` rows of blocks, 1 or MACRO; units go through the columns
+    first, then along K, then along the outer axis.
 
     Parameters
     ----------
     layout
         Address of the first element; byte distances of the outer axis and of rows; elements along
         K and along the (contiguous) inner axis; bytes of an element.
-    rule, octave, sums, counts
+    settings, octave, sums, counts
         As in `measure_rows`.
     tokens
-        Result: [32 * units or 0, len(TOKEN_FIELDS)], a unit's part of the sums of its rows.
+        Result: [32 * group * units or 0, TOKEN_FIELDS], a unit's part of the sums of its rows.
     """
     x, outer_stride, row_stride, size, inner, itemsize = layout
-    carry, overflow = rule
-    tiles_bytes = STRIPS * TILE_BYTES
-    memory = aligned(tiles_bytes + RECORD_BYTES + LANES * SIDE_BYTES + BLOCK * ENERGY_BYTES)
+    tiles_bytes, records_bytes = group * STRIPS * TILE_BYTES, group * STRIPS * RECORD_BYTES
+    memory = aligned(tiles_bytes + WORK_TILES * TILE_BYTES + records_bytes + LANES * SIDE_BYTES)
     tiles = memory[:tiles_bytes].view(np.uint32)
-    record = memory[tiles_bytes : tiles_bytes + RECORD_BYTES]
-    words = record[:ENERGIES_OFFSET].view(np.uint32)
-    lift, largest = words[LANES : 2 * LANES], words[2 * LANES : 3 * LANES]
-    row_energies = memory[-BLOCK * ENERGY_BYTES :].view(np.float64)
-    amax, spans = np.zeros(STRIPS * LANES, np.uint32), np.zeros(LANES, np.int64)
-    lane_sums = np.zeros(len(SUM_FIELDS) * LANES)
-    tiles_at, record_at, amax_at = tiles.ctypes.data, record.ctypes.data, amax.ctypes.data
-    side_at, energies_at = record_at + RECORD_BYTES, row_energies.ctypes.data
-    sums_at, octave_at = lane_sums.ctypes.data, octave.ctypes.data
-    deep, chunks = (size + BLOCK - 1) // BLOCK, (inner + units[2] - 1) // units[2]
+    start = tiles_bytes + WORK_TILES * TILE_BYTES
+    records = _records(memory[start : start + records_bytes])
+    row_energies = np.zeros(group * BLOCK * ENERGY_BYTES // 8)
+    flags, spans = np.zeros(MACRO, np.int64), np.zeros(LANES, np.int64)
+    lane_sums, largest = np.zeros(sums.shape[1] * LANES), np.zeros(LANES, np.uint32)
+    tiles_at, records_at = tiles.ctypes.data, records.ctypes.data
+    work_at, side_at = tiles_at + tiles_bytes, records_at + records_bytes
+    energies_at, settings_at = row_energies.ctypes.data, settings.ctypes.data
+    sums_at, largest_at, octave_at = lane_sums.ctypes.data, largest.ctypes.data, octave.ctypes.data
+    overflow = settings[_OVERFLOW]
+    deep, chunks = -(-size // (group * BLOCK)), -(-inner // units[2])
     for unit in range(units[0], units[1]):
         lane_sums[:] = 0
         largest[:] = 0
         row_energies[:] = 0
         tally = counts[unit]
         tally_at = tally.ctypes.data
-        outer, block = divmod(unit // chunks, deep)
-        rows = min(size - block * BLOCK, BLOCK)
-        start = x + outer * outer_stride + block * BLOCK * row_stride
+        outer, macro = divmod(unit // chunks, deep)
+        first_row = macro * group * BLOCK
         column = unit % chunks * units[2]
         last = min(column + units[2], inner)
         while column < last:
-            source = start + column * itemsize
-            wide = rows == BLOCK and column + STRIPS * LANES <= last
+            source = x + outer * outer_stride + first_row * row_stride + column * itemsize
+            wide = first_row + group * BLOCK <= size and column + STRIPS * LANES <= last
             columns = STRIPS * LANES if wide else min(LANES, last - column)
-            if wide:
-                flags = pack_wide_columns(variant, source, row_stride, tiles_at, amax_at)
-            else:
-                copy_columns(variant, source, row_stride, rows, columns, side_at, itemsize)
-                flags = pack_columns(variant, side_at, LANES * itemsize, tiles_at, amax_at)
-            for lane in range(LANES):
-                spans[lane] = rows if lane < columns else 0
+            for block in range(group):
+                at = source + block * BLOCK * row_stride
+                tile_at = tiles_at + block * STRIPS * TILE_BYTES
+                record_at = records_at + block * STRIPS * RECORD_BYTES
+                rows = max(min(size - first_row - block * BLOCK, BLOCK), 0)
+                if wide:
+                    flags[block] = pack_wide_columns(variant, at, row_stride, tile_at, record_at)
+                else:
+                    copy_columns(variant, at, row_stride, rows, columns, side_at, itemsize)
+                    stride = LANES * itemsize
+                    flags[block] = pack_columns(variant, side_at, stride, tile_at, record_at)
+                if flags[block]:
+                    for lane in range(LANES):
+                        spans[lane] = rows if lane < columns else 0
+                    for strip in range(STRIPS if wide else 1):
+                        found = flags[block] >> (2 * strip) & (HAS_ZERO | HAS_SPECIAL)
+                        if found:
+                            number = block * STRIPS + strip
+                            tile = tiles[number * STRIP : (number + 1) * STRIP]
+                            settle(found, overflow, tile, records[number], spans, tally)
             for strip in range(STRIPS if wide else 1):
-                words[:LANES] = amax[strip * LANES : (strip + 1) * LANES]
-                found = flags >> (2 * strip) & (HAS_ZERO | HAS_SPECIAL)
-                if found:
-                    tile = tiles[strip * STRIP : (strip + 1) * STRIP]
-                    settle(found, overflow, tile, words, spans, tally)
-                tile_at = tiles_at + strip * TILE_BYTES
-                measure_strip(
-                    variant, tile_at, record_at, carry, sums_at, tally_at, octave_at, energies_at
-                )
-                tally[BLOCKS] += LANES
-                if found & HAS_SPECIAL:
-                    lift[:] = 0
+                if group > 1:
+                    _macro_columns(records, strip)
+                for block in range(group):
+                    number = block * STRIPS + strip
+                    measure_strip(
+                        variant,
+                        tiles_at + number * TILE_BYTES,
+                        records_at + number * RECORD_BYTES,
+                        work_at,
+                        settings_at,
+                        sums_at,
+                        largest_at,
+                        tally_at,
+                        octave_at,
+                        energies_at + block * BLOCK * ENERGY_BYTES,
+                    )
+                    tally[MEASURED] += LANES
+                    if flags[block] >> (2 * strip) & HAS_SPECIAL:
+                        records[number, LIFT_ROW] = 0
             column += columns
         _finish_unit(lane_sums, largest, sums[unit], tally)
         if tokens.shape[0]:
-            for row in range(BLOCK):
+            for row in range(group * BLOCK):
                 for i in range(len(TOKEN_FIELDS)):
                     total = 0.0
                     for lane in range(LANES):
                         total += row_energies[(row * len(TOKEN_FIELDS) + i) * LANES + lane]
-                    tokens[unit * BLOCK + row, i] = total
+                    tokens[unit * group * BLOCK + row, i] = total

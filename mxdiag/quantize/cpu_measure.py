@@ -1,4 +1,4 @@
-"""The decomposition of one strip: every statistic of `quantize.sums` from one pass over its tile."""
+"""The decomposition of one strip: every statistic of `quantize.sums` in one pass over its tile."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from mxdiag.formats import E8M0_BIAS, FLOAT32_MANTISSA_BITS
+from mxdiag.quantize.cpu_corrections import CorrectedSums, Strip, emit_corrections
 from mxdiag.quantize.cpu_lanes import (
-    BLOCK,
+    ENERGIES_OFFSET,
+    ENERGY_BYTES,
+    MAGNITUDE,
+    RESULT_ROW,
     ROW_BYTES,
     TOP,
     Block,
@@ -20,59 +22,72 @@ from mxdiag.quantize.cpu_lanes import (
     delta,
     octave_position,
     round_e2m1,
-    tile_row,
     wide_power_of_two,
 )
-from mxdiag.quantize.cpu_simd import F32, F64, I32, I64, LANES, Lanes, broadcast, constant, load
-from mxdiag.quantize.cpu_variant import DTYPES, Variant
+from mxdiag.quantize.cpu_simd import (
+    F32,
+    F64,
+    I32,
+    I64,
+    LANES,
+    Lanes,
+    intrinsic,
+    load,
+    scalar,
+    splat,
+)
+from mxdiag.quantize.cpu_totals import GROUP, Counts, Group, Totals, row_groups
+from mxdiag.quantize.cpu_variant import DTYPES, SETTINGS, Variant
 from mxdiag.quantize.sums import SUM_FIELDS, TOKEN_FIELDS
 
-#: Rows added in float32 before a group's sum joins the block's: keeps the closure below 1e-6 even
-#: where 32 equal terms would all be rounded the same way.
-GROUP = 8
-
-#: Integer counts over a unit of work; `deadzone` and `underflow` include zeros of x. `zero_blocks`
-#: includes absent and non-finite ones; `amax` is a maximum of bits.
+#: Counts over a unit of work that strips add to. `deadzone` and `underflow` include zeros of x,
+#: `zero_blocks` absent and non-finite blocks.
 STRIP_COUNTS = ("deadzone", "underflow", "saturated", "zero_blocks")
-#: A strip's record, 16 lanes each: int32 amax bits, lift, largest amax bits of the unit so far, position
-#: in the octave of delta; then the float64 energies TOKEN_FIELDS of each block.
-ENERGIES_OFFSET = 4 * ROW_BYTES
-ENERGY_BYTES = len(TOKEN_FIELDS) * 8 * LANES
-RECORD_BYTES = ENERGIES_OFFSET + ENERGY_BYTES
+#: All int64 counts of a unit: those, then zeros (of padding and non-finite blocks too), padding
+#: elements, absent blocks, non-finite blocks and their elements, bits of amax, lanes measured.
+#: After them comes one underflow (with zeros) per correction.
+UNIT_COUNTS = (
+    *STRIP_COUNTS,
+    "zeros",
+    "padding",
+    "absent",
+    "nonfinite",
+    "nonfinite_elements",
+    "amax",
+    "lanes",
+)
+#: Bytes of a unit's float64 lanes SUM_FIELDS; those of each correction follow.
+SUMS_BYTES = len(SUM_FIELDS) * 8 * LANES
 
 #: The octave of delta is cut into cells of 2^17 bit patterns, narrower than any of the 32 bins.
 CELL_SHIFT = 17
 OCTAVE_CELLS = 1 << (FLOAT32_MANTISSA_BITS - CELL_SHIFT)
 
 
-class _Group:
-    """Float32 sums over one group of rows, created by their first term."""
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Byte addresses that `measure_strip` works on."""
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Lanes] = {}
-
-    def add(self, name: str, term: Lanes) -> None:
-        """Add a term."""
-        self.sums[name] = self.sums[name] + term if name in self.sums else term
-
-    def add_product(self, name: str, a: Lanes, b: Lanes, where: Lanes | None = None) -> None:
-        """Add a * b, in those lanes where the mask is set."""
-        if name not in self.sums:
-            self.sums[name] = a * b if where is None else where.select(a * b, 0.0)
-            return
-        total = a.times_plus(b, self.sums[name])
-        self.sums[name] = total if where is None else where.select(total, self.sums[name])
+    tile: ir.Value
+    record: ir.Value
+    work: ir.Value
+    settings: ir.Value
+    sums: ir.Value
+    largest: ir.Value
+    counts: ir.Value
+    octave: ir.Value
+    row_energies: ir.Value
 
 
 def _add_row(
-    group: _Group,
-    counts: _Counts,
+    group: Group,
+    counts: Counts,
     y: Lanes,
     block: Block,
     rounder: IdealRounder,
     covers: bool,
 ) -> tuple[Lanes, Lanes]:
-    """Add one element of each block, y = x / s, to the sums and counts; e / s, and where g != 0."""
+    """Add one element of each block, y = x / s; returns e / s and where g is not zero."""
     q = round_e2m1(y, saturate=not covers)
     ideal, grid = rounder(y, unit=TOP)
     err = q - y
@@ -95,95 +110,68 @@ def _add_row(
     return err, grid
 
 
-class _Totals:
-    """Named float32 lanes in local variables, zero at first; LLVM turns them into registers."""
-
-    def __init__(self, builder: ir.IRBuilder, names: tuple[str, ...]) -> None:
-        self.builder = builder
-        kind = ir.VectorType(F32, LANES)
-        self.slots = {name: cgutils.alloca_once(builder, kind) for name in names}
-        for slot in self.slots.values():
-            constant(builder, F32, 0).store_in(slot)
-
-    def read(self) -> dict[str, Lanes]:
-        """Current values."""
-        return {n: Lanes(self.builder, self.builder.load(slot)) for n, slot in self.slots.items()}
-
-    def add(self, values: dict[str, Lanes]) -> None:
-        """Add to each named total."""
-        for name, total in self.read().items():
-            (total + values[name]).store_in(self.slots[name])
-
-
-class _Counts:
-    """STRIP_COUNTS in memory: int64 at `address`, kept in registers over a strip."""
-
-    def __init__(self, builder: ir.IRBuilder, address: ir.Value) -> None:
-        self.builder, self.address = builder, address
-        self.slots = {name: cgutils.alloca_once(builder, I64) for name in STRIP_COUNTS}
-        for name, slot in self.slots.items():
-            builder.store(builder.load(self._pointer(name)), slot)
-
-    def _pointer(self, name: str) -> ir.Value:
-        offset = ir.Constant(I64, 8 * STRIP_COUNTS.index(name))
-        return self.builder.inttoptr(self.builder.add(self.address, offset), I64.as_pointer())
-
-    def add(self, name: str, where: Lanes) -> None:
-        """Count the lanes in which the mask is set."""
-        slot = self.slots[name]
-        self.builder.store(self.builder.add(self.builder.load(slot), where.count()), slot)
-
-    def write(self) -> None:
-        """Put the counts back into memory."""
-        for name, slot in self.slots.items():
-            self.builder.store(self.builder.load(slot), self._pointer(name))
-
-
-@dataclass(frozen=True, slots=True)
-class _Addresses:
-    """Byte addresses (int64) that `measure_strip` works on, and the scale rule's carry."""
-
-    tile: ir.Value
-    record: ir.Value
-    carry: ir.Value
-    sums: ir.Value
-    counts: ir.Value
-    octave: ir.Value
-    row_energies: ir.Value
-
-
 def _emit_measure(builder: ir.IRBuilder, variant: Variant, at: _Addresses) -> None:
-    carry = broadcast(builder, builder.trunc(at.carry, I32))
-    amax, lift = load(builder, at.record, I32), load(builder, at.record, I32, ROW_BYTES)
-    block = Block.of(amax, carry, lift)
-    _emit_histogram(block, octave_position(block, carry), at.record, at.octave)
-    weight = wide_power_of_two(block.code - block.lift, E8M0_BIAS)
-    square = weight * weight
+    carry = splat(builder, scalar(builder, at.settings, I64, SETTINGS.index("carry")), I32)
+    block = Block.of(at.record, carry)
+    largest = load(builder, at.largest, I32)
+    largest.maximum(block.lift.equals(0).select(block.amax, 0)).store(at.largest)
+    if variant.task == "amax":
+        return
+    _emit_histogram(block, octave_position(block, carry), at)
+    scale = wide_power_of_two(block.code - block.lift, E8M0_BIAS)
     rounder = IdealRounder(block, exact_16_bit=DTYPES[variant.dtype].bits == 16)
     names = ("x2", "e2", "scale2", "deadzone2", "grid2", "scale_grid", "qx", "e")
-    totals = _Totals(builder, names if variant.covers else (*names, "scale_deadzone"))
-    counts = _Counts(builder, at.counts)
-    with cgutils.for_range(builder, ir.Constant(I64, BLOCK // GROUP)) as loop:
-        rows = builder.add(at.tile, builder.mul(loop.index, ir.Constant(I64, GROUP * ROW_BYTES)))
-        energies = builder.mul(loop.index, ir.Constant(I64, GROUP * ENERGY_BYTES))
-        energies = builder.add(at.row_energies, energies)
-        group = _Group()
+    totals = Totals(builder, names if variant.covers else (*names, "scale_deadzone"))
+    largest_err = Totals(builder, ("e",))
+    counts = Counts(builder, at.counts, STRIP_COUNTS)
+    with row_groups(builder) as first:
+        offset = builder.mul(first, ir.Constant(I64, ROW_BYTES))
+        rows, work = builder.add(at.tile, offset), builder.add(at.work, offset)
+        group = Group()
         for row in range(GROUP):
-            y = tile_row(builder, rows, row) * block.inverse
+            y = load(builder, rows, F32, row * ROW_BYTES) * block.inverse
             err, grid = _add_row(group, counts, y, block, rounder, variant.covers)
             if variant.row_tokens:
-                terms = (y * y, err * err, grid.select(0.0, y * y))
-                for i, term in enumerate(terms):
-                    offset = row * ENERGY_BYTES + i * 8 * LANES
-                    before = load(builder, energies, F64, offset)
-                    (before + term.to(F64) * square).store(energies, offset)
+                _add_row_energies(at, first, row, scale * scale, (y, err, grid))
+            if variant.corrections:
+                y.store(rows, row * ROW_BYTES)
+                err.store(work, row * ROW_BYTES)
+                largest_err.raise_to("e", (err.bits() & MAGNITUDE).reinterpret(F32))
         totals.add(group.sums)
     counts.add("zero_blocks", ~block.nonzero)
     counts.write()
-    largest = load(builder, at.record, I32, 2 * ROW_BYTES)
-    largest.maximum(lift.equals(0).select(amax, 0)).store(at.record, 2 * ROW_BYTES)
-    weights = dict.fromkeys(names, square) | {"e": weight, "scale_deadzone": square}
-    wide = {name: total.to(F64) * weights[name] for name, total in totals.read().items()}
+    sums = totals.read()
+    _add_to_unit(at, block, scale, sums)
+    if variant.corrections:
+        underflows = builder.add(at.counts, ir.Constant(I64, 8 * len(UNIT_COUNTS)))
+        results = CorrectedSums(builder.add(at.sums, ir.Constant(I64, SUMS_BYTES)), underflows)
+        strip = Strip(builder, variant, block, scale, at.tile, at.work, at.record, at.settings)
+        emit_corrections(strip, results, sums, largest_err.read()["e"].bits())
+
+
+def _add_row_energies(
+    at: _Addresses,
+    first: ir.Value,
+    row: int,
+    weight: Lanes,
+    element: tuple[Lanes, Lanes, Lanes],
+) -> None:
+    """Add TOKEN_FIELDS of one element of each block to its row's sums, lane by lane."""
+    (y, err, grid), builder = element, weight.builder
+    start = builder.mul(first, ir.Constant(I64, ENERGY_BYTES))
+    energies = builder.add(at.row_energies, start)
+    for i, term in enumerate((y * y, err * err, grid.select(0.0, y * y))):
+        offset = row * ENERGY_BYTES + i * 8 * LANES
+        before = load(builder, energies, F64, offset)
+        (before + term.to(F64) * weight).store(energies, offset)
+
+
+def _add_to_unit(at: _Addresses, block: Block, scale: Lanes, sums: dict[str, Lanes]) -> None:
+    """Weigh a strip's sums by s or s^2 in float64 and add them to the unit's, lane by lane."""
+    builder = scale.builder
+    square = scale * scale
+    wide = {name: total.to(F64) * square for name, total in sums.items() if name != "e"}
+    wide["e"] = sums["e"].to(F64) * scale
     wide["delta"] = delta(block).to(F64)
     wide["delta2"] = wide["delta"] * wide["delta"]
     for i, name in enumerate(SUM_FIELDS):
@@ -194,27 +182,27 @@ def _emit_measure(builder: ir.IRBuilder, variant: Variant, at: _Addresses) -> No
         wide[name].store(at.record, ENERGIES_OFFSET + i * 8 * LANES)
 
 
-def _emit_histogram(block: Block, position: Lanes, record: ir.Value, octave: ir.Value) -> None:
+def _emit_histogram(block: Block, position: Lanes, at: _Addresses) -> None:
     """Enter the blocks into the histogram of delta.
 
     `octave` holds OCTAVE_CELLS int64 bins, as many int64 edges, then the int64 histogram itself: a
     cell of the octave starts in a bin and gives way to the next lower one at its edge.
     """
     builder = position.builder
-    position.store(record, 3 * ROW_BYTES)
+    position.store(at.record, RESULT_ROW * ROW_BYTES)
 
     def pointer(base: ir.Value, index: ir.Value) -> ir.Value:
         address = builder.add(base, builder.shl(index, ir.Constant(I64, 3)))
         return builder.inttoptr(address, I64.as_pointer())
 
-    edges = builder.add(octave, ir.Constant(I64, 8 * OCTAVE_CELLS))
-    histogram = builder.add(octave, ir.Constant(I64, 16 * OCTAVE_CELLS))
+    edges = builder.add(at.octave, ir.Constant(I64, 8 * OCTAVE_CELLS))
+    histogram = builder.add(at.octave, ir.Constant(I64, 16 * OCTAVE_CELLS))
     for lane in range(LANES):
-        slot = builder.add(record, ir.Constant(I64, 3 * ROW_BYTES + 4 * lane))
-        place = builder.zext(builder.load(builder.inttoptr(slot, I32.as_pointer())), I64)
+        place = scalar(builder, at.record, I32, RESULT_ROW * LANES + lane)
+        place = builder.zext(place, I64)
         cell = builder.lshr(place, ir.Constant(I64, CELL_SHIFT))
         passed = builder.icmp_unsigned(">=", place, builder.load(pointer(edges, cell)))
-        entry = builder.load(pointer(octave, cell))
+        entry = builder.load(pointer(at.octave, cell))
         target = pointer(histogram, builder.sub(entry, builder.zext(passed, I64)))
         present = builder.extract_element(block.nonzero.value, ir.Constant(I32, lane))
         builder.store(builder.add(builder.load(target), builder.zext(present, I64)), target)
@@ -226,22 +214,25 @@ def measure_strip(
     variant: Any,
     tile: Any,
     record: Any,
-    carry: Any,
+    work: Any,
+    settings: Any,
     sums: Any,
+    largest: Any,
     counts: Any,
     octave: Any,
     row_energies: Any,
 ) -> Any:
     """Add one strip's statistics to a unit's.
 
-    All but `carry`, the scale rule's, are byte addresses: the strip's `tile` and `record`; the unit's
-    `sums`, float64 [len(SUM_FIELDS), 16], and `counts`, int64 [len(STRIP_COUNTS)]; the `octave`
-    table with the histogram of delta (see `_emit_histogram`); and if the variant has `row_tokens`,
-    `row_energies`, float64 [32, len(TOKEN_FIELDS), 16].
+    All are byte addresses: the strip's `tile` and `record`; `work`, room for two more tiles; the
+    `settings`, int64; the unit's `sums`, float64 [fields, 16] (see SUMS_BYTES), bits of its
+    `largest` magnitude, int32 [16], and its `counts` (see UNIT_COUNTS); the `octave` table with the
+    histogram of delta (see `_emit_histogram`); and if the variant has `row_tokens`, `row_energies`,
+    float64 [32, len(TOKEN_FIELDS), 16]. With corrections the tile is left holding y.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         _emit_measure(builder, signature.args[0].variant, _Addresses(*args[1:]))
         return context.get_dummy_value()
 
-    return types.void(variant, *(types.int64,) * 7), codegen
+    return types.void(variant, *(types.int64,) * 9), codegen

@@ -1,19 +1,28 @@
 """Filling a strip's tile from memory, and writing a tile back, for both layouts.
 
 Rows: a block is 32 consecutive elements; sixteen blocks, each at its own address, are transposed in
-registers. Columns: a block runs along the strided axis; sixteen neighbouring columns load as they are.
+registers. Columns: a block runs along the strided axis; sixteen neighbouring columns load as they
+are.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from mxdiag.quantize.cpu_lanes import BLOCK, ROW_BYTES, TILE_BYTES
+from mxdiag.quantize.cpu_lanes import (
+    BLOCK,
+    HIGH_ROW,
+    LOW_ROW,
+    MAGNITUDE,
+    RECORD_BYTES,
+    ROW_BYTES,
+    TILE_BYTES,
+)
 from mxdiag.quantize.cpu_simd import (
     F32,
     I16,
@@ -22,13 +31,14 @@ from mxdiag.quantize.cpu_simd import (
     LANES,
     Lanes,
     constant,
+    intrinsic,
     load,
     prefetch,
     transpose,
 )
 from mxdiag.quantize.cpu_variant import DTYPES, Dtype
 
-_MAGNITUDE = 0x7FFFFFFF
+CACHE_LINE = 64
 #: Blocks with amax below 2^-60 are lifted (see `cpu_lanes`).
 TINY = (127 - 60) << 23
 
@@ -47,65 +57,78 @@ def widen(halves: Lanes, dtype: Dtype) -> Lanes:
 
 
 class _Extremes:
-    """Largest and smallest magnitude per lane, as integers of the element's own width."""
+    """Largest magnitudes of the blocks' halves and the smallest of all, lane by lane.
 
-    def __init__(self, dtype: Dtype) -> None:
-        self.mask = 0x7FFF if dtype.bits == 16 else _MAGNITUDE
-        self.largest: Lanes | None = None
-        self.smallest: Lanes | None = None
+    Kept as integers of the element's own width. Rows must come in order.
+    """
+
+    def __init__(self, dtype: Dtype, vectors: int) -> None:
+        self.dtype, self.half = dtype, vectors // 2
+        self.magnitudes: list[Lanes] = []
 
     def add(self, bits: Lanes) -> None:
         """Take in a vector of elements' bits."""
-        magnitude = bits & self.mask
-        self.largest = magnitude if self.largest is None else self.largest.maximum(magnitude)
-        self.smallest = magnitude if self.smallest is None else self.smallest.minimum(magnitude)
+        self.magnitudes.append(bits & (0x7FFF if self.dtype.bits == 16 else MAGNITUDE))
+
+    def store(self, record: ir.Value) -> ir.Value:
+        """Put the amax of the halves (float32 bits) into a record; returns the strip's flags.
+
+        A vector of twice as many 16-bit magnitudes holds two rows in each 32-bit lane.
+        """
+        largest, smallest = [], reduce(Lanes.minimum, self.magnitudes)
+        for part in (self.magnitudes[: self.half], self.magnitudes[self.half :]):
+            largest.append(reduce(Lanes.maximum, part))
+        if smallest.value.type.count > LANES:
+            wide = [vector.reinterpret(I32) for vector in (*largest, smallest)]
+            halves = [(vector & 0xFFFF, vector >> 16) for vector in wide]
+            largest = [low.maximum(high) for low, high in halves[:2]]
+            smallest = halves[2][0].minimum(halves[2][1])
+        return store_extremes(largest, smallest, record, self.dtype)
 
 
-def _finish(largest: Lanes, smallest: Lanes, amax_address: ir.Value, dtype: Dtype) -> ir.Value:
-    """Store amax (float32 bits, one 32-bit lane each); the strip's flags as an int32."""
-    builder = largest.builder
-    amax = widen(largest, dtype) if dtype.bits == 16 else largest
-    amax.store(amax_address)
+def store_extremes(
+    largest: list[Lanes], smallest: Lanes, record: ir.Value, dtype: Dtype
+) -> ir.Value:
+    """Amax of both halves, 32-bit lanes in the element's own format, into a record; the flags."""
+    builder = smallest.builder
+    bits = [widen(vector, dtype) if dtype.bits == 16 else vector for vector in largest]
+    for row, vector in zip((LOW_ROW, HIGH_ROW), bits, strict=True):
+        vector.store(record, row * ROW_BYTES)
+    amax = bits[0].maximum(bits[1])
     special = (amax >= dtype.overflow) | ((amax < TINY) & amax.differs(0))
     zero = builder.zext(smallest.equals(0).any(), I32)
     return builder.or_(zero, builder.shl(builder.zext(special.any(), I32), ir.Constant(I32, 1)))
 
 
 def _emit_pack_rows(
-    builder: ir.IRBuilder, dtype: Dtype, pointers: ir.Value, tile: ir.Value, amax: ir.Value
+    builder: ir.IRBuilder, dtype: Dtype, pointers: ir.Value, tile: ir.Value, record: ir.Value
 ) -> ir.Value:
     addresses = []
     for lane in range(LANES):
         slot = builder.add(pointers, ir.Constant(I64, 8 * lane))
         addresses.append(builder.load(builder.inttoptr(slot, I64.as_pointer())))
-    extremes = _Extremes(dtype)
+    extremes = _Extremes(dtype, BLOCK * dtype.bits // 32)
     if dtype.bits == 32:
         for half in range(2):
             columns = transpose([load(builder, a, I32, half * ROW_BYTES) for a in addresses])
             for i, column in enumerate(columns):
                 extremes.add(column)
                 column.store(tile, (LANES * half + i) * ROW_BYTES)
-        assert extremes.largest is not None and extremes.smallest is not None
-        return _finish(extremes.largest, extremes.smallest, amax, dtype)
+        return extremes.store(record)
     # A 32-bit lane carries two neighbouring elements of a block through the transposition.
     for i, pair in enumerate(transpose([load(builder, address, I32) for address in addresses])):
         extremes.add(pair.reinterpret(I16))
-        low, high = pair & 0xFFFF, pair >> 16
-        widen(low, dtype).store(tile, 2 * i * ROW_BYTES)
-        widen(high, dtype).store(tile, (2 * i + 1) * ROW_BYTES)
-    assert extremes.largest is not None and extremes.smallest is not None
-    largest, smallest = extremes.largest.reinterpret(I32), extremes.smallest.reinterpret(I32)
-    return _finish(
-        (largest & 0xFFFF).maximum(largest >> 16),
-        (smallest & 0xFFFF).minimum(smallest >> 16),
-        amax,
-        dtype,
-    )
+        widen(pair & 0xFFFF, dtype).store(tile, 2 * i * ROW_BYTES)
+        widen(pair >> 16, dtype).store(tile, (2 * i + 1) * ROW_BYTES)
+    return extremes.store(record)
 
 
 @intrinsic
-def pack_rows(typingctx: Any, variant: Any, pointers: Any, tile: Any, amax: Any) -> Any:
-    """Fill one tile with the blocks at sixteen addresses, and its amax; returns its flags."""
+def pack_rows(typingctx: Any, variant: Any, pointers: Any, tile: Any, record: Any) -> Any:
+    """Fill a tile and the amax rows of its record with sixteen blocks; returns the strip's flags.
+
+    All are byte addresses; `pointers` is of the blocks' sixteen.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         dtype = DTYPES[signature.args[0].variant.dtype]
@@ -114,61 +137,65 @@ def pack_rows(typingctx: Any, variant: Any, pointers: Any, tile: Any, amax: Any)
     return types.int32(variant, types.int64, types.int64, types.int64), codegen
 
 
-def _columns_packer(strips: int) -> Any:
-    def emit(
-        builder: ir.IRBuilder,
-        dtype: Dtype,
-        source: ir.Value,
-        stride: ir.Value,
-        tile: ir.Value,
-        amax: ir.Value,
-    ) -> ir.Value:
-        element = I16 if dtype.bits == 16 else I32
-        vector = ir.VectorType(element, LANES)
-        slots = [
-            (cgutils.alloca_once(builder, vector), cgutils.alloca_once(builder, vector))
-            for _ in range(strips)
-        ]
-        for largest, smallest in slots:
-            constant(builder, element, 0).store_in(largest)
-            constant(builder, element, -1).store_in(smallest)
-        with cgutils.for_range(builder, ir.Constant(I64, BLOCK)) as loop:
-            row = builder.add(source, builder.mul(loop.index, stride))
-            out = builder.add(tile, builder.mul(loop.index, ir.Constant(I64, ROW_BYTES)))
-            for strip, (largest, smallest) in enumerate(slots):
+def _emit_pack_columns(
+    builder: ir.IRBuilder,
+    dtype: Dtype,
+    strips: int,
+    source: ir.Value,
+    stride: ir.Value,
+    tile: ir.Value,
+    record: ir.Value,
+) -> ir.Value:
+    element = I16 if dtype.bits == 16 else I32
+    width = strips * LANES * dtype.itemsize
+    vector = ir.VectorType(element, LANES)
+    # Largest of either half, smallest: LLVM turns these variables into registers.
+    slots = [[cgutils.alloca_once(builder, vector) for _ in range(3)] for _ in range(strips)]
+    for slot in slots:
+        constant(builder, element, -1).store_in(slot[2])
+    for half in range(2):
+        for slot in slots:
+            constant(builder, element, 0).store_in(slot[half])
+        with cgutils.for_range(builder, ir.Constant(I64, BLOCK // 2)) as loop:
+            number = builder.add(loop.index, ir.Constant(I64, half * BLOCK // 2))
+            row = builder.add(source, builder.mul(number, stride))
+            out = builder.add(tile, builder.mul(number, ir.Constant(I64, ROW_BYTES)))
+            for strip, slot in enumerate(slots):
                 bits = load(builder, row, element, strip * LANES * dtype.itemsize)
                 magnitude = bits & ((1 << (dtype.bits - 1)) - 1)
-                magnitude.maximum(Lanes(builder, builder.load(largest))).store_in(largest)
-                magnitude.minimum(Lanes(builder, builder.load(smallest))).store_in(smallest)
+                largest, smallest = (Lanes(builder, builder.load(slot[i])) for i in (half, 2))
+                magnitude.maximum(largest).store_in(slot[half])
+                magnitude.minimum(smallest).store_in(slot[2])
                 wide = widen(bits.to(I32), dtype) if dtype.bits == 16 else bits
                 wide.store(out, strip * TILE_BYTES)
-            for line in range(0, strips * LANES * dtype.itemsize, 64):
-                prefetch(builder, row, strips * LANES * dtype.itemsize + line)
-        flags = ir.Constant(I32, 0)
-        for strip, slot in enumerate(slots):
-            largest, smallest = (Lanes(builder, builder.load(s)) for s in slot)
-            if dtype.bits == 16:
-                largest, smallest = largest.to(I32), smallest.to(I32)
-            address = builder.add(amax, ir.Constant(I64, strip * ROW_BYTES))
-            found = _finish(largest, smallest, address, dtype)
-            flags = builder.or_(flags, builder.shl(found, ir.Constant(I32, 2 * strip)))
-        return flags
+            for line in range(0, width, CACHE_LINE):
+                prefetch(builder, row, width + line)
+    flags = ir.Constant(I32, 0)
+    for strip, slot in enumerate(slots):
+        found = [Lanes(builder, builder.load(variable)) for variable in slot]
+        if dtype.bits == 16:
+            found = [lanes.to(I32) for lanes in found]
+        address = builder.add(record, ir.Constant(I64, strip * RECORD_BYTES))
+        bit = store_extremes(found[:2], found[2], address, dtype)
+        flags = builder.or_(flags, builder.shl(bit, ir.Constant(I32, 2 * strip)))
+    return flags
 
+
+def _columns_packer(strips: int) -> Any:
     @intrinsic
-    def pack(
-        typingctx: Any, variant: Any, source: Any, stride: Any, tile: Any, amax: Any
-    ) -> Any:
+    def pack(typingctx: Any, variant: Any, source: Any, stride: Any, tile: Any, record: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
             dtype = DTYPES[signature.args[0].variant.dtype]
-            return emit(builder, dtype, *args[1:])
+            return _emit_pack_columns(builder, dtype, strips, *args[1:])
 
         return types.int32(variant, *(types.int64,) * 4), codegen
 
     return pack
 
 
-#: Fill tiles with 32 rows of 16 (64) neighbouring columns: (variant, address of the first element,
-#: byte distance of rows, tile, amax) -> two flag bits per strip. `STRIPS` tiles lie one after another.
+#: Fill tiles and records with 32 rows of 16 (64) neighbouring columns: (variant, address of the
+#: first element, byte distance of rows, tile, record) -> two flag bits per strip. The STRIPS tiles
+#: of the wide one lie one after another, and so do the records.
 STRIPS = 4
 pack_columns = _columns_packer(1)
 pack_wide_columns = _columns_packer(STRIPS)

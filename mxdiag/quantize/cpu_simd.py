@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 16
+
+#: numba's decorator; its annotations do not know that calls leave out the typing context.
+intrinsic: Any = numba.extending.intrinsic
 
 F32, F64 = ir.FloatType(), ir.DoubleType()
 BIT, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -103,6 +108,9 @@ class Lanes:
     def __ge__(self, other: Lanes | Number) -> Lanes:
         return self._compare(">=", other)
 
+    def __le__(self, other: Lanes | Number) -> Lanes:
+        return self._compare("<=", other)
+
     def __lt__(self, other: Lanes | Number) -> Lanes:
         return self._compare("<", other)
 
@@ -110,9 +118,7 @@ class Lanes:
         """`yes` where this bit lane is set, else `no`; one of the two must be lanes."""
         model = yes if isinstance(yes, Lanes) else no
         assert isinstance(model, Lanes)
-        return self._new(
-            self.builder.select(self.value, model._operand(yes), model._operand(no))
-        )
+        return self._new(self.builder.select(self.value, model._operand(yes), model._operand(no)))
 
     def maximum(self, other: Lanes | Number) -> Lanes:
         """The larger lane."""
@@ -207,10 +213,17 @@ def constant(builder: ir.IRBuilder, element: ir.Type, value: Number) -> Lanes:
     return Lanes(builder, ir.Constant(ir.VectorType(element, LANES), [value] * LANES))
 
 
-def broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> Lanes:
-    """A run-time scalar in every lane."""
-    vector = ir.VectorType(scalar.type, LANES)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+def scalar(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, index: int) -> ir.Value:
+    """One value of an array at a byte address."""
+    width = {F32: 4, F64: 8}.get(element) or element.width // 8
+    return builder.load(_pointer(builder, address, index * width, element))
+
+
+def splat(builder: ir.IRBuilder, value: ir.Value, element: ir.IntType) -> Lanes:
+    """A run-time integer, cut to `element`, in every lane."""
+    vector = ir.VectorType(element, LANES)
+    cut = builder.trunc(value, element)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), cut, ir.Constant(I32, 0))
     zeros = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
     return Lanes(builder, builder.shuffle_vector(first, first, zeros))
 

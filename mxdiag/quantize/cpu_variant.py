@@ -1,4 +1,4 @@
-"""What a CPU kernel is compiled for, as a numba type: one compilation and cache entry per variant."""
+"""What a CPU kernel is compiled for, as a numba type: one cache entry per variant."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numba.extending import NativeValue, models, register_model, typeof_impl, un
 class Dtype:
     """A stored element type as the kernels see it.
 
-    `overflow` is the smallest float32 bit pattern of a magnitude that is not finite once the element
-    has been widened; `mantissa_bits` and `emin` describe its rounding.
+    `overflow` is the smallest float32 bit pattern of a magnitude that is not finite once the
+    element has been widened; `mantissa_bits` and `emin` describe its rounding.
     """
 
     name: str
@@ -42,6 +42,11 @@ DTYPES = {
 }
 
 
+#: Run-time settings of a kernel, int64: the scale rule's carry for E2M1 and for E4M3; the smallest
+#: magnitude bits that are not finite; NVFP4's scale of the tensor and its inverse as float32 bits.
+SETTINGS = ("carry", "carry_e4m3", "overflow", "tensor_scale", "inverse_tensor_scale")
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """Everything a kernel's code depends on; all else is a run-time argument.
@@ -51,27 +56,29 @@ class Variant:
     dtype
         Name of the stored element type, a key of `DTYPES`.
     task
-        What is done with a strip: "measure", "decode", "encode", "inject".
+        What is done with a strip: "measure", "amax", "decode", "encode", "inject".
     covers
         Whether the scale rule never gives s < amax / 6: nothing saturates and <e_dz, e_scale> = 0.
     row_tokens
         Whether to keep sums for every row of the tile (a token is an index along K).
     corrections
-        Names of the corrections to measure in the same pass.
+        What to measure in the same pass: ("of", alpha), ("mbs", size, None), ("mbs", size, alpha)
+        for the fallback inside, ("scale:mse", whether the rule is rceil), ("scale:m", bits),
+        ("nvfp4",), ("mxfp8",).
     """
 
     dtype: str
     task: str
     covers: bool = False
     row_tokens: bool = False
-    corrections: tuple[str, ...] = ()
+    corrections: tuple[tuple[Any, ...], ...] = ()
 
 
 class VariantType(types.Opaque):
     """numba type of one `Variant`; its name holds a digest of the kernels' source.
 
-    numba keys its disk cache by the file of the compiled function alone; with the digest, a change in
-    any module that emits code is a different signature, and nothing stale is ever loaded.
+    numba keys its disk cache by the file of the compiled function alone; with the digest, a change
+    in any module that emits code is a different signature, and nothing stale is ever loaded.
     """
 
     def __init__(self, variant: Variant, digest: str) -> None:

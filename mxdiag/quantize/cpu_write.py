@@ -1,8 +1,8 @@
 """Writing a strip's values: decoded, with injected error components, or as codes.
 
-`transform_strip` replaces the tile's elements by the result, still as float32 bit patterns (or codes) and
-scaled by 2^lift like the input; the unpackers narrow them to the stored type and put them in place.
-Every result is exactly a value of the stored type, so narrowing never rounds.
+`transform_strip` replaces the tile's elements by the result, still as float32 bit patterns (or
+codes) and scaled by 2^lift like the input; the unpackers narrow them to the stored type and put
+them in place. Every result is exactly a value of the stored type, so narrowing never rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from mxdiag.formats import E8M0_BIAS
 from mxdiag.quantize.cpu_lanes import (
@@ -20,6 +19,7 @@ from mxdiag.quantize.cpu_lanes import (
     EXPONENT,
     MAGNITUDE,
     ONE,
+    RESULT_ROW,
     ROW_BYTES,
     SIGN,
     TOP,
@@ -39,9 +39,10 @@ from mxdiag.quantize.cpu_simd import (
     I64,
     LANES,
     Lanes,
-    broadcast,
     constant,
+    intrinsic,
     load,
+    splat,
     transpose,
 )
 from mxdiag.quantize.cpu_variant import DTYPES, Dtype, Variant
@@ -68,7 +69,7 @@ def _round_to_precision(value: Lanes, mantissa_bits: int, lowest: Lanes) -> Lane
 
 
 def _to_stored(value: Lanes, dtype: Dtype, lift: Lanes) -> Lanes:
-    """float64 to the float32 bits of a stored value: to float32 first, then further, as torch does."""
+    """float64 to the float32 bits of a stored value, by way of float32 as torch does."""
     precisions = [(23, -126)]
     if dtype.bits == 16:
         precisions.append((dtype.mantissa_bits, dtype.emin))
@@ -79,7 +80,7 @@ def _to_stored(value: Lanes, dtype: Dtype, lift: Lanes) -> Lanes:
 
 
 def _codes(q: Lanes, x: Lanes) -> Lanes:
-    """E2M1 codes of q with the sign of x: exponent and mantissa bit; 1 for 0.5, E2M1's subnormal."""
+    """E2M1 codes of q with the sign of x: exponent and mantissa bit; 1 for the subnormal 0.5."""
     magnitude = q.bits() & MAGNITUDE
     normal = (magnitude >> 22) - (126 << 1)
     subnormal = magnitude.equals(0).select(magnitude, 1)
@@ -89,8 +90,8 @@ def _codes(q: Lanes, x: Lanes) -> Lanes:
 class _Injector:
     """x plus chosen components of its error, evaluated in float64 as the reference does.
 
-    q* = RN(g m / 6) is a power of two times m / 4 (g = 1.5, 3, 6) or RN(m / 6) (else), so one division
-    per block is enough.
+    q* = RN(g m / 6) is a power of two times m / 4 (g = 1.5, 3, 6) or RN(m / 6) (else), so one
+    division per block is enough.
     """
 
     def __init__(self, block: Block, dtype: Dtype, rounder: IdealRounder, parts: ir.Value) -> None:
@@ -99,7 +100,7 @@ class _Injector:
         amax = block.amax.reinterpret(F32).to(F64)
         self.quarter, self.sixth = amax * 0.25, amax / constant(builder, F64, TOP)
         self.scale = wide_power_of_two(block.code, E8M0_BIAS)
-        flags = broadcast(builder, builder.trunc(parts, I32))
+        flags = splat(builder, parts, I32)
         self.wants = {name: (flags & bit).differs(0) for name, bit in COMPONENT_BITS.items()}
 
     def __call__(self, x: Lanes, y: Lanes, q: Lanes) -> Lanes:
@@ -128,13 +129,12 @@ def _emit_transform(
     variant: Variant,
     tile: ir.Value,
     record: ir.Value,
-    carry_at: ir.Value,
+    carry: ir.Value,
     parts: ir.Value,
 ) -> None:
     dtype = DTYPES[variant.dtype]
-    carry = broadcast(builder, builder.trunc(carry_at, I32))
-    block = Block.of(load(builder, record, I32), carry, load(builder, record, I32, ROW_BYTES))
-    (block.code - block.lift).store(record, 2 * ROW_BYTES)
+    block = Block.of(record, splat(builder, carry, I32))
+    (block.code - block.lift).store(record, RESULT_ROW * ROW_BYTES)
     scale = power_of_two(block.code)
     injector = None
     if variant.task == "inject":
@@ -159,9 +159,9 @@ def _emit_transform(
 def transform_strip(
     typingctx: Any, variant: Any, tile: Any, record: Any, carry: Any, parts: Any
 ) -> Any:
-    """Replace a tile by the variant's result; scale codes go into row 2 of the record.
+    """Replace a tile by the variant's result; scale codes go into the record's result row.
 
-    `tile` and `record` (amax bits, lift) are byte addresses, `carry` is the scale rule's, `parts` the
+    `tile` and `record` are byte addresses, `carry` is the scale rule's, `parts` are the
     COMPONENT_BITS to inject.
     """
 
@@ -173,8 +173,7 @@ def transform_strip(
 
 
 def _narrow(bits: Lanes, variant: Variant) -> Lanes:
-    """Stored 16-bit patterns, in 32-bit lanes, of float32 bits that they can represent; of codes, they
-    themselves."""
+    """16-bit patterns, in 32-bit lanes, of float32 bits they can represent; codes as they are."""
     dtype = DTYPES[variant.dtype]
     if variant.task == "encode":
         return bits

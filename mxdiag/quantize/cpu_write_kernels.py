@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from mxdiag.formats import E8M0_NAN
-from mxdiag.quantize.cpu_kernels import (
-    LIFT,
+from mxdiag.quantize.cpu_lanes import BLOCK, LIFT, LIFT_ROW, RECORD_BYTES, RESULT_ROW, TILE_BYTES
+from mxdiag.quantize.cpu_measure import UNIT_COUNTS
+from mxdiag.quantize.cpu_pack import HAS_SPECIAL, pack_columns, pack_rows, peek, poke
+from mxdiag.quantize.cpu_simd import LANES
+from mxdiag.quantize.cpu_strips import (
     SIDE_BYTES,
     STRIP,
-    UNIT_COUNTS,
     aligned,
     copy_columns,
     kernel,
     point,
     settle,
 )
-from mxdiag.quantize.cpu_lanes import BLOCK, ROW_BYTES, TILE_BYTES
-from mxdiag.quantize.cpu_pack import HAS_SPECIAL, pack_columns, pack_rows, peek, poke
-from mxdiag.quantize.cpu_simd import LANES
+from mxdiag.quantize.cpu_variant import SETTINGS
 from mxdiag.quantize.cpu_write import transform_strip, unpack_columns, unpack_rows
 
-#: Rows of a strip's record here: amax bits, lift, scale codes.
-_RECORD_BYTES = 3 * ROW_BYTES
 _NAN = 0x7FC00000
+_CARRY, _OVERFLOW = SETTINGS.index("carry"), SETTINGS.index("overflow")
 
 
 @njit
-def _restore(tile, lift, nonfinite, encodes):
+def _restore(tile: np.ndarray, lift: np.ndarray, nonfinite: int, encodes: bool) -> None:
     """Take the lift back from the tile's results and put NaN where blocks were not finite."""
     for lane in range(LANES):
         if nonfinite >> lane & 1 and not encodes:
@@ -47,20 +48,38 @@ def _restore(tile, lift, nonfinite, encodes):
 
 
 @njit
-def _transform(variant, flags, overflow, rule_parts, tile, words, spans, tally, encodes):
+def _transform(
+    variant: Any,
+    flags: int,
+    settings: np.ndarray,
+    parts: int,
+    tile: np.ndarray,
+    record: np.ndarray,
+    spans: np.ndarray,
+    encodes: bool,
+) -> int:
     """Turn a packed tile into its results; returns the lanes of non-finite blocks as bits."""
-    carry, parts = rule_parts
     nonfinite = 0
     if flags & HAS_SPECIAL:
-        nonfinite = settle(flags, overflow, tile, words, spans, tally)
-    transform_strip(variant, tile.ctypes.data, words.ctypes.data, carry, parts)
+        tally = np.zeros(len(UNIT_COUNTS), np.int64)
+        nonfinite = settle(flags, settings[_OVERFLOW], tile, record, spans, tally)
+    transform_strip(variant, tile.ctypes.data, record.ctypes.data, settings[_CARRY], parts)
     if flags & HAS_SPECIAL:
-        _restore(tile, words[LANES : 2 * LANES], nonfinite, encodes)
+        _restore(tile, record[LIFT_ROW], nonfinite, encodes)
     return nonfinite
 
 
 @kernel
-def write_rows(variant, layout, units, blocks, rule, parts, out, scale_codes):
+def write_rows(
+    variant: Any,
+    layout: tuple[int, int, int, int],
+    units: tuple[int, int, int],
+    blocks: tuple[int, int, int],
+    settings: np.ndarray,
+    parts: int,
+    out: tuple[int, int],
+    scale_codes: np.ndarray,
+) -> None:
     """Write the blocks of units[0] to units[1] - 1; arguments as in `cpu_kernels.measure_rows`.
 
     Parameters
@@ -68,23 +87,22 @@ def write_rows(variant, layout, units, blocks, rule, parts, out, scale_codes):
     parts
         COMPONENT_BITS to inject.
     out
-        Address and byte distance of rows of the result, whose elements are contiguous and as wide as
-        those of x.
+        Address and byte distance of rows of the result, whose elements are contiguous and as wide
+        as those of x.
     scale_codes
         Result of a variant that encodes: uint8 [blocks in all]; else of length 0.
     """
     x, row_stride, size, itemsize = layout
-    carry, overflow = rule
     total_blocks, per_row, _ = blocks
     out_at, out_stride = out
     encodes = scale_codes.shape[0] > 0
-    memory = aligned(TILE_BYTES + _RECORD_BYTES + 2 * LANES * SIDE_BYTES)
+    memory = aligned(TILE_BYTES + RECORD_BYTES + 2 * LANES * SIDE_BYTES)
     tile = memory[:TILE_BYTES].view(np.uint32)
-    words = memory[TILE_BYTES : TILE_BYTES + _RECORD_BYTES].view(np.uint32)
+    record = memory[TILE_BYTES : TILE_BYTES + RECORD_BYTES].view(np.uint32).reshape(-1, LANES)
     pointers, spans = np.zeros(LANES, np.int64), np.zeros(LANES, np.int64)
-    targets, tally = np.zeros(LANES, np.int64), np.zeros(UNIT_COUNTS, np.int64)
-    tile_at, record_at = tile.ctypes.data, words.ctypes.data
-    side_at = record_at + _RECORD_BYTES
+    targets = np.zeros(LANES, np.int64)
+    tile_at, record_at = tile.ctypes.data, record.ctypes.data
+    side_at = record_at + RECORD_BYTES
     spare_at = side_at + LANES * SIDE_BYTES
     pointers_at, targets_at = pointers.ctypes.data, targets.ctypes.data
     last = min(units[1] * units[2], total_blocks)
@@ -105,9 +123,7 @@ def write_rows(variant, layout, units, blocks, rule, parts, out, scale_codes):
                 if spans[lane] < BLOCK:
                     targets[lane] = spare_at + lane * SIDE_BYTES
         flags = pack_rows(variant, pointers_at, tile_at, record_at)
-        nonfinite = _transform(
-            variant, flags, overflow, (carry, parts), tile, words, spans, tally, encodes
-        )
+        nonfinite = _transform(variant, flags, settings, parts, tile, record, spans, encodes)
         unpack_rows(variant, tile_at, targets_at)
         if not whole:
             for lane in range(LANES):
@@ -119,27 +135,35 @@ def write_rows(variant, layout, units, blocks, rule, parts, out, scale_codes):
                         poke(variant, target + i * itemsize, bits)
         if encodes:
             for lane in range(min(LANES, last - first)):
-                code = words[2 * LANES + lane]
+                code = record[RESULT_ROW, lane]
                 scale_codes[first + lane] = E8M0_NAN if nonfinite >> lane & 1 else code
 
 
 @kernel
-def write_columns(variant, layout, units, rule, parts, out, scale_codes):
+def write_columns(
+    variant: Any,
+    layout: tuple[int, int, int, int, int, int],
+    units: tuple[int, int, int],
+    settings: np.ndarray,
+    parts: int,
+    out: tuple[int, int, int],
+    scale_codes: np.ndarray,
+) -> None:
     """Write units[0] to units[1] - 1 of a tensor blocked along a strided axis.
 
-    Arguments as in `cpu_kernels.measure_columns` and `write_rows`; `out` is the address and the byte
-    distances of the outer axis and of rows, `scale_codes` uint8 [outer * blocks along K, inner].
+    Arguments as in `cpu_kernels.measure_columns` and `write_rows`; `out` is the address and the
+    byte distances of the outer axis and of rows, `scale_codes` uint8 [outer * blocks along K,
+    inner].
     """
     x, outer_stride, row_stride, size, inner, itemsize = layout
-    carry, overflow = rule
     out_at, out_outer_stride, out_row_stride = out
     encodes = scale_codes.shape[0] > 0
-    memory = aligned(TILE_BYTES + _RECORD_BYTES + 2 * LANES * SIDE_BYTES)
+    memory = aligned(TILE_BYTES + RECORD_BYTES + 2 * LANES * SIDE_BYTES)
     tile = memory[:TILE_BYTES].view(np.uint32)
-    words = memory[TILE_BYTES : TILE_BYTES + _RECORD_BYTES].view(np.uint32)
-    spans, tally = np.zeros(LANES, np.int64), np.zeros(UNIT_COUNTS, np.int64)
-    tile_at, record_at = tile.ctypes.data, words.ctypes.data
-    side_at = record_at + _RECORD_BYTES
+    record = memory[TILE_BYTES : TILE_BYTES + RECORD_BYTES].view(np.uint32).reshape(-1, LANES)
+    spans = np.zeros(LANES, np.int64)
+    tile_at, record_at = tile.ctypes.data, record.ctypes.data
+    side_at = record_at + RECORD_BYTES
     spare_at, spare_stride = side_at + LANES * SIDE_BYTES, LANES * itemsize
     deep, chunks = (size + BLOCK - 1) // BLOCK, (inner + units[2] - 1) // units[2]
     for unit in range(units[0], units[1]):
@@ -147,9 +171,9 @@ def write_columns(variant, layout, units, rule, parts, out, scale_codes):
         rows = min(size - block * BLOCK, BLOCK)
         start = x + outer * outer_stride + block * BLOCK * row_stride
         start_out = out_at + outer * out_outer_stride + block * BLOCK * out_row_stride
-        column = unit % chunks * units[2]
-        last = min(column + units[2], inner)
-        for column in range(column, last, LANES):
+        first = unit % chunks * units[2]
+        last = min(first + units[2], inner)
+        for column in range(first, last, LANES):
             source, target = start + column * itemsize, start_out + column * itemsize
             columns = min(LANES, last - column)
             whole = rows == BLOCK and columns == LANES
@@ -158,9 +182,7 @@ def write_columns(variant, layout, units, rule, parts, out, scale_codes):
             else:
                 copy_columns(variant, source, row_stride, rows, columns, side_at, itemsize)
                 flags = pack_columns(variant, side_at, spare_stride, tile_at, record_at)
-            nonfinite = _transform(
-                variant, flags, overflow, (carry, parts), tile, words, spans, tally, encodes
-            )
+            nonfinite = _transform(variant, flags, settings, parts, tile, record, spans, encodes)
             if whole:
                 unpack_columns(variant, tile_at, target, out_row_stride)
             else:
@@ -171,6 +193,6 @@ def write_columns(variant, layout, units, rule, parts, out, scale_codes):
                         poke(variant, target + row * out_row_stride + lane * itemsize, bits)
             if encodes:
                 for lane in range(columns):
-                    code = words[2 * LANES + lane]
+                    code = record[RESULT_ROW, lane]
                     byte = E8M0_NAN if nonfinite >> lane & 1 else code
                     scale_codes[unit // chunks, column + lane] = byte

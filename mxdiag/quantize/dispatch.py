@@ -1,8 +1,8 @@
 """Chooses the backend for an array and brings the array into the backends' canonical form.
 
 Accepts numpy arrays (float16, float32, float64, ml_dtypes.bfloat16) and torch tensors. torch is
-imported only where a torch tensor arrives or the reference is asked for: streaming a checkpoint stays
-off it.
+imported only where a torch tensor arrives or the reference is asked for: streaming a checkpoint
+stays off it.
 """
 
 from __future__ import annotations
@@ -152,21 +152,31 @@ def measure(
         raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
     rule, chosen = scale_rule(rule), choose_backend(x, backend)
     blocks = canonical(x, axis)
+    unfused = corrections
     if chosen == "cpu":
-        sums = _module("cpu").measure(to_numpy(blocks), rule, tokens=tokens)
+        cpu = _module("cpu")
+        fused = [correction for correction in corrections if cpu.is_fused(correction)]
+        unfused = [correction for correction in corrections if not cpu.is_fused(correction)]
+        sums = cpu.measure(to_numpy(blocks), rule, tokens=tokens, corrections=fused, amax=amax)
     elif chosen == "triton":
         sums = _module("triton").measure(to_torch(blocks), rule, tokens=tokens)
     else:
         from mxdiag.quantize import reference
 
         sums = reference.measure(to_torch(blocks), rule, tokens=tokens)
-    if corrections:
+    if unfused:
         from mxdiag.quantize import corrections_reference
 
-        sums.corrections = corrections_reference.evaluate(
-            to_torch(blocks), rule, corrections, amax=amax
+        sums.corrections |= corrections_reference.evaluate(
+            to_torch(blocks), rule, unfused, amax=amax
         )
+    sums.corrections = {c.name: sums.corrections[c.name] for c in corrections}
     return sums
+
+
+def first_use(backend: str) -> bool:
+    """Whether the first measurement on a CPU will compile its kernels, which takes seconds."""
+    return backend in ("auto", "cpu") and _module("cpu").needs_compiling()
 
 
 def _written(x: Array, axis: int, backend: str, entry: str, *args: Any) -> Array:
