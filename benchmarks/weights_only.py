@@ -1,4 +1,4 @@
-"""A whole `mxdiag scan FILE --weights-only` process against a script that looks at every tensor once.
+"""A whole `mxdiag scan FILE --weights-only` process against a script that reads every tensor once.
 
 The peer opens the file with safetensors and takes `.float().abs().max()` of each tensor. Both run
 as processes of their own, interleaved, on a made bf16 file in the page cache, with mxdiag's kernel

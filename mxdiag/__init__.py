@@ -1,8 +1,8 @@
 """mxdiag X-rays a model's 4-bit error.
 
-`decompose` splits the MXFP4 error of one tensor into scale bias, deadzone truncation and grid noise;
-`scan` does it for every linear layer of a model, for weights, activations and gradients. Names are
-loaded on first use, so that `import mxdiag` imports neither torch nor transformers.
+`decompose` splits the MXFP4 error of one tensor into scale bias, deadzone truncation and grid
+noise; `scan` does it for every linear layer of a model, for weights, activations and gradients.
+Names are loaded on first use, so that `import mxdiag` imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -74,7 +74,6 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_features(),
         "devices": devices,
         "backends": backends,
-        "kernel cache": cpu.cache_directory(),
     }
 
 

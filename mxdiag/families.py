@@ -127,11 +127,19 @@ PRODUCT_PARAMETERS = {
 #: head_dim].
 HEADED = {"xlnet": {"q": True, "k": True, "v": True, "r": True, "o": False}}
 #: Last or next-to-last names of output heads over the vocabulary.
-LM_HEADS = _words("lm_head lm_heads embed_out output_embeddings generator_lm_head unembed head_out")
+LM_HEADS = _words("""
+    lm_head lm_heads lm_loss embed_out output_embeddings generator_lm_head unembed head_out
+""")
 #: Whole names (by ending) of heads over the vocabulary that have other last names.
-LM_HEAD_ENDINGS = ("predictions.decoder", "lm_head.decoder", "model.proj_out", "vocab_projector")
+LM_HEAD_ENDINGS = (
+    "predictions.decoder",
+    "lm_head.decoder",
+    "model.proj_out",
+    "vocab_projector",
+    "pred_layer.proj",
+)
 #: Names that are heads over the vocabulary only at the top level of a checkpoint.
-LM_HEAD_TOP = _words("output proj_out head lm_head")
+LM_HEAD_TOP = _words("output proj_out head lm_head decoder")
 
 #: Lookup tables (nn.Embedding and its like), by last name.
 EMBEDDINGS = _words("""
@@ -164,6 +172,8 @@ NORM_PATTERN = (
 )
 #: Causal masks that older GPT-2-like checkpoints store as 4-D floats: buffers, not parameters.
 MASK_PATTERN = r".*\b(attn|attention)\.(masked_)?bias"
+#: BART's mask of the vocabulary, a buffer likewise.
+LOGITS_MASK = "final_logits_bias"
 #: Parameters of two or more axes that are no product weight: what they are, and a pattern of
 #: their last name.
 NOT_LINEAR: tuple[tuple[str, str], ...] = (

@@ -147,7 +147,9 @@ def classify(
 
 
 def is_mask(name: str, shape: Sequence[int]) -> bool:
-    """Whether a stored tensor is a causal mask that was saved along: a buffer, no parameter."""
+    """Whether a stored tensor is a mask that was saved along: a buffer, no parameter."""
+    if name.rpartition(".")[2] == families.LOGITS_MASK:
+        return True
     return len(shape) == 4 and re.fullmatch(families.MASK_PATTERN, name) is not None
 
 

@@ -1,4 +1,4 @@
-"""How long work says that it is getting on: below the command line nothing prints, it tells this."""
+"""How long work says that it is getting on: below the command line nothing prints."""
 
 from __future__ import annotations
 

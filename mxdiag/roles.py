@@ -9,6 +9,8 @@ from itertools import pairwise
 
 from mxdiag import families
 
+#: Role of an embedding that is the output head as well, and a name that it can be asked for by.
+TIED_ROLE = "lm_head"
 _WRAPPERS = frozenset({"_orig_mod", "base_layer", "base_model", "_fsdp_wrapped_module", "module"})
 
 
@@ -120,6 +122,15 @@ def exclusion(
     if rule is not None and any(_matches(layer, glob) for glob in include):
         return None
     return rule
+
+
+def exclusion_of_tied(
+    names: Iterable[str], role: str, include: Iterable[str] = (), exclude: Iterable[str] = ()
+) -> str | None:
+    """As `exclusion`, for a weight that goes by several names: any of them may be asked for."""
+    rules = [exclusion(name, role, include, exclude) for name in names]
+    asked = [rule for rule in rules if rule is not None and rule.startswith("--")]
+    return asked[0] if asked else None if None in rules else rules[0]
 
 
 def _matches(layer: str, glob: str) -> bool:

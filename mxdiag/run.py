@@ -127,28 +127,29 @@ class Run:
         """The rows as a pandas DataFrame with the columns of `tensors.csv`."""
         import pandas as pd
 
+        columns = self.columns  # a walk over all rows: once
         frame = pd.DataFrame.from_records(
-            [{column: row.get(column) for column in self.columns} for row in self.tensors],
-            columns=self.columns,
+            [{column: row.get(column) for column in columns} for row in self.tensors],
+            columns=columns,
         )
         frame["shape"] = [_shape_text(shape) for shape in frame["shape"]]
         for column in ("expert", "calls", "tokens", "nonfinite"):
             frame[column] = frame[column].astype("Int64")
         texts = {"layer", "role", "operand", "gemm", "status", "block_axis", "shape", "dtype"}
-        for column in self.columns:
+        for column in columns:
             if column not in texts | set(LAST_COLUMNS) | {"expert", "calls", "tokens", "nonfinite"}:
                 frame[column] = pd.to_numeric(frame[column])
         return frame
 
     def csv(self) -> str:
         """`tensors.csv`: numbers in their shortest exact form, empty where null."""
-        text = io.StringIO()
+        text, columns = io.StringIO(), self.columns
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
+        writer.writerow(columns)
         for row in self.tensors:
             cells = {**row, "shape": _shape_text(row.get("shape"))}
             writer.writerow(
-                ["" if cells.get(column) is None else cells[column] for column in self.columns]
+                ["" if cells.get(column) is None else cells[column] for column in columns]
             )
         return text.getvalue()
 

@@ -167,8 +167,10 @@ def test_ctrl_c_exits_130_and_keeps_the_old_run(tmp_path):
     out.mkdir()
     (out / "run.json").write_text("old")
     process = subprocess.Popen(
-        [sys.executable, "-m", "mxdiag", "scan", str(weights), "--out", str(out)]
-        + ["--backend", "reference", "--corrections", "none"],
+        [
+            *(sys.executable, "-m", "mxdiag", "scan", str(weights), "--out", str(out)),
+            *("--backend", "reference", "--corrections", "none"),
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -79,7 +79,7 @@ def test_the_sum_closes(backend, rule, kind):
 
 
 def test_reducible_may_be_negative():
-    """amax 2.0: the ideal scale 1/3 puts the values 0.5 and 1 off its grid; 2^-1 holds all exactly."""
+    """The ideal scale of amax 2 puts 0.5 and 1 off its grid; the power of two holds them."""
     x = np.tile(np.array([2.0, 0.5, 1.0, 0.26], np.float32), 8)
     assert decompose(x).reducible < 0
 

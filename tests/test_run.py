@@ -126,3 +126,18 @@ def test_other_schema_versions_and_broken_rows_are_refused(tmp_path):
     run.write(tmp_path)
     with pytest.raises(RunError, match="lacks its layer"):
         Run.load(tmp_path)
+
+
+def test_columns_are_found_once_whatever_the_number_of_rows(tmp_path):
+    class Counting(Run):
+        walks = 0
+
+        @property
+        def corrections(self):
+            type(self).walks += 1
+            return super().corrections
+
+    run = Counting(make_run().data)
+    run.write(tmp_path)
+    assert run.frame.shape[0] == len(HOSTILE)
+    assert Counting.walks == 2

@@ -1,4 +1,4 @@
-"""Scanning: rows against captured tensors, both routes to W, memory, and the model left as found."""
+"""Scanning: rows against captured tensors, both routes to W, the model left as found."""
 
 from __future__ import annotations
 
@@ -236,11 +236,11 @@ def test_bad_requests_are_refused():
         mxdiag.scan(model, calibration=[{"input_ids": [1, 2], "labels": [-100, -100]}])
     with pytest.raises(CalibrationError, match="outside the model's vocabulary"):
         mxdiag.scan(model, calibration=[{"input_ids": [1, 200]}])
+    batch = {
+        "input_ids": torch.ones(1, 4).long(),
+        "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+    }
     with pytest.raises(CalibrationError, match="padded"):
-        batch = {
-            "input_ids": torch.ones(1, 4).long(),
-            "attention_mask": torch.tensor([[1, 1, 1, 0]]),
-        }
         mxdiag.scan(model, calibration=[batch])
     with pytest.raises(UsageError, match="unknown operand 'X'"):
         mxdiag.scan(model, operands="X")

@@ -1,4 +1,4 @@
-"""The shape of the code: imports go one way, torch stays out where it must, commands are documented."""
+"""The shape of the code: imports go one way, torch stays out, commands are documented."""
 
 from __future__ import annotations
 

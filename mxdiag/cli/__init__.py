@@ -9,6 +9,7 @@ import typer
 
 from mxdiag import __version__
 from mxdiag.cli import machine, runs
+from mxdiag.cli.impact import impact
 from mxdiag.cli.output import complain, quiet_stdout
 from mxdiag.cli.scan import scan
 from mxdiag.errors import MxdiagError
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 for command in (
     scan,
+    impact,
     runs.recommend,
     runs.report,
     runs.gate,
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         if debug:
             raise
-        complain("interrupted: nothing was written")
+        complain("interrupted")
         sys.exit(EXIT_INTERRUPT)
     except BrokenPipeError:
         quiet_stdout()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mxdiag.cli.output import RunFolder, complain, make_console, show, write_text
+from mxdiag.cli.output import (
+    RunFolder,
+    complain,
+    make_console,
+    make_progress,
+    show,
+    write_text,
+)
 from mxdiag.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +48,16 @@ def recommend(
             "--fuse", help="serving: layers that serving stacks fuse get one format; none."
         ),
     ] = "serving",
+    sensitivities: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivities",
+            help="With --max-bits: weigh layers by what `impact --per-layer` measured.",
+        ),
+    ] = False,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Run the model with them, and measure.")
+    ] = False,
     top: Top = 15,
 ) -> None:
     """Recommend a correction per layer under a target, and put it into the run."""
@@ -56,7 +73,10 @@ def recommend(
         max_bits=max_bits,
         allow=allow,
         fuse=fuse,
+        sensitivities=analyze.sensitivities(loaded) if sensitivities else None,
     )
+    if validate:
+        analyze.validate(loaded, progress=make_progress(False))
     assert loaded.folder is not None
     loaded.write(loaded.folder)
     show(

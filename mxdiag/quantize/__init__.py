@@ -1,1 +1,1 @@
-"""MXFP4 quantizers: `reference` is the truth, `cpu` and `triton_kernel` equal it, `dispatch` chooses."""
+"""MXFP4: `reference` is the truth, `cpu` and `triton_kernel` equal it, `dispatch` chooses."""

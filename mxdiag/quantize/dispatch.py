@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ from mxdiag.quantize.sums import Sums
 
 if TYPE_CHECKING:
     import torch
+
     from mxdiag.corrections import Correction
 
     Array = np.ndarray | torch.Tensor
@@ -29,7 +30,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _KERNEL_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16)
 
 
-def is_torch(x: object) -> bool:
+def is_torch(x: object) -> TypeGuard[torch.Tensor]:
     """Whether x is a torch tensor, found out without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
@@ -52,7 +53,7 @@ def to_torch(x: Array) -> torch.Tensor:
     import torch
 
     if is_torch(x):
-        return x  # type: ignore[return-value]
+        return x
     array = np.asarray(x)
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
@@ -89,7 +90,7 @@ def choose_backend(x: Array, backend: str) -> str:
         )
     if backend != "auto":
         return backend
-    on_gpu = is_torch(x) and x.device.type == "cuda"  # type: ignore[union-attr]
+    on_gpu = is_torch(x) and x.device.type == "cuda"
     return "triton" if on_gpu else "cpu"
 
 
@@ -195,7 +196,7 @@ def _written(x: Array, axis: int, backend: str, entry: str, *args: Any) -> Array
         else:
             values = reference.quantize_dequantize(to_torch(blocks), 1, args[0])
     if is_torch(x):
-        return to_torch(values).to(x.device).reshape(shape)  # type: ignore[union-attr]
+        return to_torch(values).to(x.device).reshape(shape)
     return to_numpy(values).reshape(shape)
 
 

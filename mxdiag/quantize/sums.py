@@ -2,7 +2,8 @@
 
 x is the tensor, Q its MXFP4 value, Q* its value under the ideal scale amax / max_normal, and
 e = Q - x = e_scale + e_dz + e_grid (see `mxdiag.decomposition`). Blocks that hold a NaN or an
-infinity are counted in `nonfinite_blocks` and enter nothing else but `numel`; padding enters nothing.
+infinity are counted in `nonfinite_blocks` and enter nothing else but `numel`; padding enters
+nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-#: Float64 sums over the elements of finite blocks; `delta*` over finite blocks that are not all zero.
+#: Float64 sums over the elements of finite blocks; `delta*` over those that are not all zero.
 SUM_FIELDS = (
     "x2",  # ||x||^2
     "e2",  # ||Q - x||^2, accumulated independently of the parts
@@ -49,7 +50,7 @@ class Sums:
     """Raw sums of one tensor. `sums[i]` is `SUM_FIELDS[i]`, `counts[i]` is `COUNT_FIELDS[i]`.
 
     `delta_hist` counts delta in 32 bins of 1/32 octave from the rule's `delta_low`; the end bins
-    also take what a clamped scale pushes outside. `tokens` is [n_tokens, len(TOKEN_FIELDS)] float64 or
+    also take what a clamped scale pushes outside. `tokens` is [n_tokens, len(TOKEN_FIELDS)], or
     None if it was not asked for. `corrections` maps a correction's name to its CORRECTION_FIELDS.
     """
 

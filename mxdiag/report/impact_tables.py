@@ -1,7 +1,7 @@
 """The terminal's view of an impact: forward, backward, causes, and what to do first.
 
-A number is followed by its standard deviation over repeats. One that lies within two of them of
-"no effect" is noise: dimmed on a terminal, marked `~` everywhere.
+A number is followed by its standard deviation over repeats, where that shows in its digits. One
+that lies within two of them of "no effect" is noise: dimmed on a terminal, marked `~` everywhere.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FORWARD = (
     Column("agreement", "agreement", 3, 1.0),
     Column("loss_change", "Δ loss", 4, 0.0),
     Column("entropy_change", "Δ entropy", 4, 0.0),
-    Column("t_eff_measured", "T_eff", 3, 1.0),
-    Column("t_eff_predicted", "predicted", 3, 1.0),
+    Column("t_eff_measured", "T", 3, 1.0),
+    Column("t_eff_predicted", "T predicted", 3, 1.0),
     Column("routing_changed", "rerouted", 3, 0.0),
 )
 BACKWARD = (
@@ -56,7 +56,8 @@ def _cell(entry: Entry, column: Column) -> Text:
     if sd is None:
         return Text(text)
     noise = abs(value - column.neutral) < NOISE_SDS * sd
-    text += f" ± {sd:.1g}"
+    if round(sd, column.digits):  # else it is not to be seen in the digits shown
+        text += f" ± {sd:.{column.digits}f}"
     return Text(f"~{text}" if noise else text, style="dim" if noise else "")
 
 
@@ -142,7 +143,7 @@ def impact_summary(impact: Entry, console: Console) -> RenderableType:
     parts.append(
         Text(
             "± is the standard deviation over jittered repeats; ~ marks what lies within "
-            f"{NOISE_SDS:g} of them",
+            f"{NOISE_SDS:g} of them of no effect; T is the temperature that would do the same",
             style="dim",
         )
     )
@@ -157,10 +158,12 @@ def impact_summary(impact: Entry, console: Console) -> RenderableType:
 
 
 def _main_causes(impact: Entry) -> list[Entry]:
-    """Attributions of the widest operand set of each pass; the rest is in the run."""
+    """Attributions of all operands, those of both passes where one alone does not say it."""
     entries = impact.get("attribution") or []
     widest = {
         entry["pass"]: max((e["operands"] for e in entries if e["pass"] == entry["pass"]), key=len)
         for entry in entries
     }
-    return [entry for entry in entries if entry["operands"] == widest[entry["pass"]]]
+    chosen = [entry for entry in entries if entry["operands"] == widest[entry["pass"]]]
+    forward = {entry["measure"] for entry in chosen if entry["pass"] == "forward"}
+    return [e for e in chosen if e["pass"] != "both" or e["measure"] not in forward]

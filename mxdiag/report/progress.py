@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar with rate and time left on a terminal, occasional lines else."""
+"""Progress on standard error: a bar with rate and time left, or occasional plain lines."""
 
 from __future__ import annotations
 

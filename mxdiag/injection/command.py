@@ -1,0 +1,96 @@
+"""All that `mxdiag impact` measures: the table, rollouts, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mxdiag.collect.batches import Loss
+from mxdiag.errors import UsageError
+from mxdiag.injection.configurations import configurations
+from mxdiag.injection.rollout import RolloutSettings, roll_out, rollout_configurations
+from mxdiag.injection.run import Calibration, impact_batches, measure_impact
+from mxdiag.injection.sensitivity import SensitivitySettings, measure_sensitivity
+from mxdiag.injection.session import Session
+from mxdiag.injection.settings import ImpactSettings
+from mxdiag.progress import Progress
+
+DEFAULT_ROLLOUT_TOKENS = 32
+#: Finished units of a per-layer measurement, in the run folder, so that it can be resumed.
+PER_LAYER_JOURNAL = "per-layer.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What is measured beside the table; see the options of `mxdiag impact`."""
+
+    rollout_tokens: int | None = None
+    rollout_temperature: float = 1.0
+    rollout_clip: float = 0.2
+    per_layer: str | None = None
+    per_layer_operands: str = "W"
+    journal: Path | None = None
+
+    def check(self) -> None:
+        """Refuse bad options before anything is loaded; a UsageError says which."""
+        if self.rollout_tokens is not None and self.rollout_tokens < 0:
+            raise UsageError(f"--rollout-tokens must be at least 0, not {self.rollout_tokens}")
+        self.rollout()
+        self.sensitivity()
+
+    def rollout(self) -> RolloutSettings | None:
+        """How to roll out, None if not at all. Texts are only rolled out if a number was given."""
+        if self.rollout_tokens == 0:
+            return None
+        return RolloutSettings(
+            tokens=self.rollout_tokens or DEFAULT_ROLLOUT_TOKENS,
+            temperature=self.rollout_temperature,
+            clip=self.rollout_clip,
+            halve_texts=self.rollout_tokens is not None,
+        )
+
+    def sensitivity(self) -> SensitivitySettings | None:
+        """What a unit is, None if units are not measured."""
+        if self.per_layer is None:
+            return None
+        return SensitivitySettings(self.per_layer, self.per_layer_operands)
+
+
+def measure_all(
+    model: nn.Module,
+    tokenizer: Any,
+    calibration: Calibration,
+    settings: ImpactSettings,
+    extras: Extras,
+    loss: Loss | None,
+    progress: Progress,
+    absent: Sequence[str],
+) -> dict[str, Any]:
+    """The whole `impact` of a run.
+
+    Raises
+    ------
+    MxdiagError
+        If an option names nothing, or the model does not run on the calibration.
+    """
+    rollout, sensitivity = extras.rollout(), extras.sensitivity()
+    impact = measure_impact(
+        model, tokenizer, calibration, settings, loss=loss, progress=progress, absent=absent
+    )
+    notes: list[str] = []
+    batches = impact_batches(model, tokenizer, calibration, settings, False, [])
+    session = Session(model, batches, settings, loss=loss, absent=absent)
+    has_prompts = any(batch.record and batch.record.prompt_length for batch in batches)
+    if rollout is not None and (has_prompts or rollout.halve_texts):
+        chosen = rollout_configurations(configurations(settings))
+        impact["rollout"] = roll_out(session, chosen, rollout, notes=notes, progress=progress)
+    if sensitivity is not None:
+        impact |= measure_sensitivity(
+            session, sensitivity, journal=extras.journal, progress=progress
+        )
+    impact["warnings"] = [*impact.get("warnings", []), *notes]
+    return impact
