@@ -154,15 +154,22 @@ def resolve(model: str) -> tuple[str, str]:
     """Path or hub id, and the kind of source."""
     if model.startswith(PREFIX):
         return str(sample_path(model)), "sample"
-    if Path(model).exists():
+    if _exists(model):
         return model, "checkpoint"
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith("."):
+    if re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model) and not model.startswith("."):
         return model, "hub"
     raise MxdiagError(
         "no such file or folder",
         where=model,
         advice="Give a local folder, a .safetensors file, a hub id, sample:dense or sample:moe",
     )
+
+
+def _exists(model: str) -> bool:
+    try:
+        return Path(model).exists()
+    except (OSError, ValueError):  # no file can have such a name
+        return False
 
 
 def own_calibration(kind: str) -> Path | None:

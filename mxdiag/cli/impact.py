@@ -112,7 +112,10 @@ def impact(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
 ) -> None:
-    """Run the model with one error component at a time, and add what that does to its run."""
+    """Run the model with one error component at a time.
+
+    What that does to it is added to its run, which is made if there is none.
+    """
     from mxdiag import analyze
     from mxdiag.injection.command import PER_LAYER_JOURNAL, Extras
     from mxdiag.run import RUN_JSON, Run

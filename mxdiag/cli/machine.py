@@ -14,7 +14,7 @@ def sample(
     name: Annotated[str, typer.Argument(metavar="NAME", help="dense or moe.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New folder to write it to.")],
 ) -> None:
-    """Write a built-in sample checkpoint, with its calibration text, to a folder."""
+    """Write a built-in sample checkpoint to a folder."""
     from mxdiag.samples import write_sample
 
     for path in write_sample(name, directory):

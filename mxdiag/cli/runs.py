@@ -60,7 +60,10 @@ def recommend(
     ] = False,
     top: Top = 15,
 ) -> None:
-    """Recommend a correction per layer under a target, and put it into the run."""
+    """Recommend a correction per layer, under a target.
+
+    The run's `recommended` and `reason` columns are filled with it.
+    """
     from mxdiag import analyze
     from mxdiag.report.tables import recommendation_lines, recommendation_table
     from mxdiag.run import Run
@@ -105,7 +108,7 @@ def report(
         typer.Option("--out", metavar="FILE", help="Where to write; - is standard output."),
     ] = None,
 ) -> None:
-    """Write a run's HTML report, or its rows in another format. The model is not needed."""
+    """Write a run's report: HTML, CSV, Markdown, Parquet."""
     from mxdiag.report.write import write_report
 
     formats = [
@@ -159,7 +162,10 @@ def gate(
     ] = "auto",
     limit: Limit = 20,
 ) -> None:
-    """Judge a run by an error budget: exit 0 within it, 1 over it, 2 on bad input."""
+    """Judge a run by an error budget.
+
+    Exit 0 within it, 1 over it, 2 on bad input.
+    """
     from mxdiag import analyze
     from mxdiag.report import gate_formats
     from mxdiag.run import write_atomically

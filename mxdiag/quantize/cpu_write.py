@@ -69,14 +69,10 @@ def _round_to_precision(value: Lanes, mantissa_bits: int, lowest: Lanes) -> Lane
 
 
 def _to_stored(value: Lanes, dtype: Dtype, lift: Lanes) -> Lanes:
-    """float64 to the float32 bits of a stored value, by way of float32 as torch does."""
-    precisions = [(23, -126)]
-    if dtype.bits == 16:
-        precisions.append((dtype.mantissa_bits, dtype.emin))
-    for mantissa_bits, emin in precisions:
-        lowest = (lift + (1023 + emin)).to(I64) << 52
-        value = _round_to_precision(value, mantissa_bits, lowest)
-    return value.to(F32).bits()
+    """float64 to the float32 bits of a stored value, rounded once to the stored type."""
+    mantissa_bits, emin = (dtype.mantissa_bits, dtype.emin) if dtype.bits == 16 else (23, -126)
+    lowest = (lift + (1023 + emin)).to(I64) << 52
+    return _round_to_precision(value, mantissa_bits, lowest).to(F32).bits()
 
 
 def _codes(q: Lanes, x: Lanes) -> Lanes:

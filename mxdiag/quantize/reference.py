@@ -34,6 +34,9 @@ from mxdiag.quantize.sums import DELTA_BINS, Sums
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: Explicit mantissa bits and least normal exponent of the 16-bit types.
+_PRECISIONS = {torch.bfloat16: (7, -126), torch.float16: (10, -14)}
+
 #: The error components that can be injected; all three together are e = Q(x) - x.
 COMPONENTS = ("scale", "deadzone", "grid")
 
@@ -93,13 +96,26 @@ def from_blocks(blocks: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Te
     return blocks.flatten(-2)[..., : like.shape[axis]].movedim(-1, axis).contiguous()
 
 
+def _round_to_precision(y: torch.Tensor, mantissa_bits: int, emin: int) -> torch.Tensor:
+    """y (float64) to the nearest number of so many mantissa bits, ties to even; keeps -0.0."""
+    exponent = torch.frexp(y).exponent - 1
+    quantum = torch.ldexp(torch.ones_like(y), exponent.clamp(min=emin) - mantissa_bits)
+    return (y / quantum).round() * quantum
+
+
 def round_to_element(y: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     """y (float64) to the nearest value of the format, ties to even code, saturating; keeps -0.0."""
-    exponent = torch.frexp(y).exponent - 1
-    quantum = torch.ldexp(
-        torch.ones_like(y), exponent.clamp(min=element.emin) - element.mantissa_bits
-    )
-    return ((y / quantum).round() * quantum).clamp(-element.max_normal, element.max_normal)
+    rounded = _round_to_precision(y, element.mantissa_bits, element.emin)
+    return rounded.clamp(-element.max_normal, element.max_normal)
+
+
+def round_once(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y (float64) in `dtype`, rounded once: torch's own conversion to 16 bits rounds twice, by way
+    of float32. Beyond the dtype's range it is infinite."""
+    if dtype in _PRECISIONS:
+        finite = _round_to_precision(y, *_PRECISIONS[dtype])
+        y = torch.where(torch.isfinite(y), finite, y)
+    return y.to(dtype)
 
 
 def shared_scale_codes(amax: torch.Tensor, element: ElementFormat, rule: ScaleRule) -> torch.Tensor:
@@ -200,7 +216,7 @@ def inject(
         picked = torch.where(own, p.q, p.x + (p.q - p.q_star))
     else:
         picked = torch.where(own, p.q_star, p.x)
-    return from_blocks(torch.where(p.finite, picked, math.nan), x, axis).to(x.dtype)
+    return round_once(from_blocks(torch.where(p.finite, picked, math.nan), x, axis), x.dtype)
 
 
 def measure(x: torch.Tensor, rule: str | ScaleRule = "rceil", *, tokens: bool = False) -> Sums:

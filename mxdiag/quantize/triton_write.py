@@ -125,7 +125,14 @@ def _write_kernel(
         else:
             g = ideal_round(y, m, AXIS, SHORT)
             injected = _injected(bits, q, g, amax, byte, AXIS, COMPONENTS)
-            value = injected.to(tl.float32).to(tl.int32, bitcast=True)
+            near = injected.to(tl.float32)
+            value = near.to(tl.int32, bitcast=True)
+            if SHORT:
+                # Round to odd, so that rounding to 16 bits below is the only rounding: toward zero,
+                # the last bit set if anything was lost.
+                back = near.to(tl.float64)
+                value -= (tl.abs(back) > tl.abs(injected)).to(tl.int32)
+                value |= (back != injected).to(tl.int32)
         value = tl.where(usable, value, _NAN)
         if out.dtype.element_ty == tl.int16:
             rounded = (value + 0x7FFF + ((value >> 16) & 1)) >> 16
@@ -187,7 +194,7 @@ def inject(
 ) -> torch.Tensor:
     """x [outer, K, inner] plus the named error components, as `reference.inject` defines it.
 
-    Evaluated in float64 and converted to x's dtype by way of float32, as torch converts.
+    Evaluated in float64 and rounded once to x's dtype.
     """
     unknown = components - set(COMPONENTS)
     if unknown:
