@@ -130,3 +130,18 @@ def test_gguf_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="pip install"):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_gguf_without_an_output_head_is_tied(tmp_path: Path, head: bool) -> None:
+    tensors = {
+        "token_embd.weight": (files.normal(3, 64), None),
+        "blk.0.ffn_up.weight": (files.normal(8, 64), None),
+    }
+    if head:
+        tensors["output.weight"] = (files.normal(3, 64, seed=1), None)
+    path = write_gguf(tmp_path / "m.gguf", "qwen3", tensors, embedding_length=64, block_count=1)
+    with open_checkpoint(path) as checkpoint:
+        rules = {item.name: item.rule for item in inventory(checkpoint).excluded}
+    assert rules["model.embed_tokens"] == ("embedding" if head else "lm_head")
+    assert rules.get("lm_head") == ("lm_head" if head else None)

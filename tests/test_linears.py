@@ -246,6 +246,27 @@ def test_a_stored_copy_of_a_tied_head_counts_once(tmp_path: Path) -> None:
             check_partition(inventory(checkpoint), count)
 
 
+@pytest.mark.parametrize(
+    ("config", "role"),
+    [
+        ({"tie_word_embeddings": True, "architectures": ["GemmaForCausalLM"]}, "lm_head"),
+        ({"text_config": {"tie_word_embeddings": True, "vocab_size": 10}}, "lm_head"),
+        ({"tie_word_embeddings": True, "architectures": ["GemmaModel"]}, "embedding"),
+        ({"tie_word_embeddings": True, "vocab_size": 11}, "embedding"),
+        ({"tie_word_embeddings": False}, "embedding"),
+        ({}, "embedding"),
+    ],
+)
+def test_an_embedding_that_is_the_head_too(tmp_path: Path, config: dict, role: str) -> None:
+    arrays = {"model.embed_tokens.weight": files.normal(10, 8), P + "o.weight": files.normal(8, 8)}
+    files.write_folder(tmp_path, {"model.safetensors": arrays}, config)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert inventory(checkpoint).excluded[0].rule == role
+        wider = inventory(checkpoint, include=["lm_head"])
+        assert len(wider.measured) == (2 if role == "lm_head" else 1)
+        check_partition(wider, 80 + 64)
+
+
 def test_128_experts_in_4_layers(tmp_path: Path) -> None:
     arrays = {
         f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": np.zeros((1, 2), np.float16)
@@ -321,15 +342,23 @@ def test_inventory_equals_the_live_model(tmp_path: Path, name: str) -> None:
 
     model = zoo.build(zoo.entry(name))
     products, tables = live_rows(model)
+    embeddings = {
+        n for n, module in model.named_modules() if type(module).__name__.endswith("Embedding")
+    }
     model.save_pretrained(tmp_path)
     got: dict[str, Counter[bytes]] = {"products": Counter(), "tables": Counter()}
     with open_checkpoint(tmp_path) as checkpoint:
-        matrices = sum(e.numel for e in checkpoint.entries.values() if len(e.shape) > 1)
+        matrices = sum(
+            e.numel
+            for e in checkpoint.entries.values()
+            if len(e.shape) > 1 and e.name != "final_logits_bias"  # a buffer
+        )
         check_partition(inventory(checkpoint), matrices)
         found = inventory(checkpoint, include=["*"])
         assert not found.unsupported
         for linear in found.measured:
-            group = "tables" if linear.role == "embedding" else "products"
+            tied = linear.role == "lm_head" and linear.layer in embeddings
+            group = "tables" if tied or linear.role == "embedding" else "products"
             rows = np.ascontiguousarray(read(checkpoint, linear))
             got[group].update(row.tobytes() for row in rows)
     assert got["products"] == products

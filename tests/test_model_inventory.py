@@ -224,19 +224,44 @@ def test_adapters_on_fused_experts_keep_the_checkpoint_names() -> None:
     assert "model.layers.0.block_sparse_moe.experts.3.w1" in found
 
 
-def test_offloaded_weights_are_said_to_be_not_loaded() -> None:
+def test_weights_that_are_nowhere_are_said_to_be_not_loaded() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    model[2].to("meta")
+    inventory = model_inventory(model)
+    with Tap(model, Resolver(inventory)) as tap:
+        model[0](data(7, 5))
+    inventory.settle(tap)
+    assert list(layers(inventory)) == ["0"]
+    assert [(item.name, item.rule) for item in inventory.unsupported] == [
+        ("2.weight", "not loaded: offloaded, or never materialized")
+    ]
+    assert_adds_up(inventory)
+
+
+def test_offloaded_weights_are_read_from_where_they_are_kept() -> None:
     from accelerate import cpu_offload
 
     model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    weights = [model[0].weight.detach().clone(), model[2].weight.detach().clone()]
     cpu_offload(model, execution_device=torch.device("cpu"))
+    inventory, seen, tap = scan(model, data(7, 5))
+    assert not inventory.unsupported
+    for live, weight in zip(inventory.measured, weights, strict=True):
+        assert torch.equal(inventory.weight(live), weight)
+        assert inventory.why_not_observed(live, "G", tap) is None
+    assert seen.tokens == {"0": 7, "2": 7}
+    assert_adds_up(inventory)
+
+
+def test_codes_of_8_bit_floats_are_no_values() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4))
+    codes = model[1].weight.detach().to(torch.float8_e4m3fn)
+    model[1].weight = nn.Parameter(codes, requires_grad=False)
     inventory = model_inventory(model)
-    with Tap(model, Resolver(inventory)) as tap:
-        model(data(7, 5))
-    inventory.settle(tap)
-    assert not inventory.measured
-    assert {item.rule for item in inventory.unsupported} == {
-        "not loaded: offloaded, or never materialized"
-    }
+    assert list(layers(inventory)) == ["0"]
+    assert [(item.name, item.rule) for item in inventory.unsupported] == [
+        ("1.weight", "float8_e4m3fn codes, not values")
+    ]
     assert_adds_up(inventory)
 
 

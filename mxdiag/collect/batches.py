@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mxdiag.collect.calibration import IGNORED_LABEL, Record, check_records, read_records, record_of
+from mxdiag.collect.offload import input_device
 from mxdiag.errors import CalibrationError, ModelError
 
 #: Reads a language model's output and a batch; gives the scalar whose gradients are wanted.
@@ -36,6 +37,22 @@ def language_task(model: nn.Module) -> str | None:
     if config is None or can_generate is None or not can_generate():
         return None
     return "seq2seq" if getattr(config, "is_encoder_decoder", False) else "causal"
+
+
+def other_input(model: nn.Module) -> str | None:
+    """The input without which a model does not run and that no record holds; None for text models.
+
+    A model with a language-model head runs on text alone, also if it can read images.
+    """
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    if main not in ("input_ids", "inputs_embeds"):
+        return main
+    config = getattr(model, "config", None)
+    if language_task(model) is not None or config is None:
+        return None
+    if getattr(config, "vision_config", None) is not None:
+        return "pixel_values"
+    return "input_features" if getattr(config, "audio_config", None) is not None else None
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
@@ -80,7 +97,7 @@ def make_batches(
         items = list(calibration)[:samples]
         if not items:
             raise CalibrationError("no calibration record was given")
-        if not all(_is_record(item) for item in items):
+        if not all(is_record(item) for item in items):
             return [_own_batch(item, model) for item in items]
         records = [
             (
@@ -92,7 +109,7 @@ def make_batches(
     return [_record_batch(record, model) for record in records]
 
 
-def _is_record(item: Any) -> bool:
+def is_record(item: Any) -> bool:
     """Whether it is a record rather than the model's inputs: a dict without tensors."""
     if isinstance(item, Record):
         return True
@@ -100,7 +117,7 @@ def _is_record(item: Any) -> bool:
 
 
 def _record_batch(record: Record, model: nn.Module) -> Batch:
-    device = next(model.parameters()).device
+    device = input_device(model)
     kwargs: dict[str, Any] = {}
     if language_task(model) == "seq2seq":
         source, target = record.input_ids, record.labels
@@ -116,7 +133,7 @@ def _record_batch(record: Record, model: nn.Module) -> Batch:
 
 
 def _own_batch(item: Any, model: nn.Module) -> Batch:
-    device = next(model.parameters()).device
+    device = input_device(model)
     mask = item.get("attention_mask") if isinstance(item, Mapping) else None
     if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
         raise CalibrationError(
@@ -152,8 +169,8 @@ def language_loss(logits: Tensor, batch: Batch, task: str, tokens: int) -> Tenso
     """Sum over the record's labelled tokens of advantage * NLL, divided by `tokens`.
 
     With advantage 1 and the labelled tokens of all records as `tokens`, the records' losses add up
-    to the mean next-token cross-entropy; with advantages, to a policy-gradient surrogate. `logits` is [1, positions, vocabulary]; position i predicts label i + 1, in an encoder-decoder
-    label i.
+    to the mean next-token cross-entropy; with advantages, to a policy-gradient surrogate. `logits`
+    is [1, positions, vocabulary]; position i predicts label i + 1, in an encoder-decoder label i.
     """
     assert batch.record is not None
     if task == "seq2seq":

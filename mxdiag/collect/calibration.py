@@ -86,7 +86,7 @@ def read_records(
         records = _jsonl_records(text, path, tokenizer)
     else:
         records = _text_records(text, path, tokenizer, seq_len)
-    taken = []
+    taken: list[Record] = []
     for record in records:
         if samples is not None and len(taken) >= samples:
             break

@@ -24,6 +24,8 @@ from mxdiag.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: What a user is told of weights that came from pickle files.
+PICKLED = "read through pickle with torch.load(weights_only=True), because --allow-pickle was given"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _MERGE_FIRST = "Merge it into its base model first (peft: merge_and_unload, then save_pretrained)"
 _CONVERT = (
@@ -385,7 +387,4 @@ def _from_pickle(
 
     files = list(files)
     entries = read_pickles(files)
-    warning = (
-        "read through pickle with torch.load(weights_only=True), because --allow-pickle was given"
-    )
-    return Checkpoint(given, files, entries, config, [warning])
+    return Checkpoint(given, files, entries, config, [PICKLED])

@@ -22,6 +22,7 @@ from mxdiag.collect.encodings import Entry
 from mxdiag.collect.gguf_names import config_from, expert_names, huggingface_name
 from mxdiag.collect.safetensors_file import DAMAGED, StoredTensor, open_regular, read_into
 from mxdiag.errors import CheckpointError
+from mxdiag.roles import layer_name, role_of
 
 #: Metadata and tensor descriptions larger than this are not plausible (a vocabulary takes about 10
 #: MB).
@@ -126,7 +127,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Entry], dict[str, Any], list[str]]:
                     f"holds tensor {entry.name!r} twice", where=path, advice=DAMAGED
                 )
             entries[entry.name] = entry
-    return entries, config, []
+    # A file without an output head uses the embedding (llama.cpp's rule).
+    heads = any(role_of(layer_name(name)) == "lm_head" for name in entries)
+    return entries, {**config, "tie_word_embeddings": not heads}, []
 
 
 def _descriptions(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxdiag.collect.checkpoint import PICKLED, open_checkpoint
 from mxdiag.errors import ModelError
 
+#: quant_method -> transformers' config class, and how it is told to give full-precision weights.
+_DEQUANTIZING: dict[str, tuple[str, dict[str, bool]]] = {
+    "fp8": ("FineGrainedFP8Config", {"dequantize": True}),
+    "mxfp4": ("Mxfp4Config", {"dequantize": True}),
+    "compressed-tensors": ("CompressedTensorsConfig", {"run_compressed": False}),
+}
+#: Methods whose models transformers turns into plain ones after they are loaded.
+_DEQUANTIZED_AFTERWARDS = ("bitsandbytes",)
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
 
 
@@ -70,12 +81,15 @@ def load_model(
     path = Path(source)
     if path.suffix == ".gguf":
         source, common["gguf_file"] = path.parent, path.name
-    _check_folder(source, allow_pickle)
+    pickled = _check_folder(source, allow_pickle)
     with _quiet(quiet), _explained(source, trust_remote_code):
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(source, **common)
-        notes = _dequantized(config, common)
+        notes = [PICKLED] if pickled else []
+        notes += _dequantized(config, common)
+        if notes and path.is_dir():
+            _refuse_cut_blocks(path)
         loader = _model_class(config, trust_remote_code)
         model, info = loader.from_pretrained(
             source,
@@ -84,6 +98,8 @@ def load_model(
             use_safetensors=None if allow_pickle or "gguf_file" in common else True,
             **common,
         )
+        if _quantization_method(config) in _DEQUANTIZED_AFTERWARDS:
+            model = model.dequantize(dtype=config.dtype if wanted == "auto" else wanted)
         model = model.to(target).eval()
     mismatched = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
     absent = tuple(sorted({*info["missing_keys"], *mismatched}))
@@ -122,6 +138,24 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(source, **common)
 
 
+class TokenizerOnDemand:
+    """The tokenizer that comes with a model, loaded when a text is first read.
+
+    Takes the arguments of `load_tokenizer`. Records of `input_ids` need none, so a model without
+    one can be run on them.
+    """
+
+    def __init__(self, source: str | Path, **options: Any) -> None:
+        self._source, self._options = source, options
+        self._loaded: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokenize: raises a ModelError if there is no tokenizer."""
+        if self._loaded is None:
+            self._loaded = load_tokenizer(self._source, **self._options)
+        return self._loaded(*args, **kwargs)
+
+
 def _dtype(name: str) -> torch.dtype | str:
     if name == "auto":
         return name
@@ -146,15 +180,15 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_folder(source: str | Path, allow_pickle: bool) -> None:
-    """Refuse what transformers would misunderstand."""
+def _check_folder(source: str | Path, allow_pickle: bool) -> bool:
+    """Refuse what transformers would misunderstand; whether only pickle files hold the weights."""
     folder = Path(source)
     if not folder.is_dir():
         if folder.is_absolute() or str(source).startswith((".", "~")) or folder.is_file():
             raise ModelError(
                 "is no folder", where=source, advice="Give a local folder, a .gguf file or a hub id"
             )
-        return
+        return False
     if not (folder / "config.json").exists() and not any(folder.glob("*.gguf")):
         if (folder / "adapter_config.json").exists():
             raise ModelError(
@@ -168,12 +202,14 @@ def _check_folder(source: str | Path, allow_pickle: bool) -> None:
             advice="Give the folder that holds config.json and the weights, or use --weights-only",
         )
     pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    if pickles and not allow_pickle and not any(folder.glob("*.safetensors")):
+    only_pickles = bool(pickles) and not any(folder.glob("*.safetensors"))
+    if only_pickles and not allow_pickle:
         raise ModelError(
             "has its weights in pickle files only",
             where=folder,
             advice="Convert them to safetensors, or pass --allow-pickle",
         )
+    return only_pickles
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
@@ -203,21 +239,49 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     return transformers.AutoModel
 
 
-def _dequantized(config: Any, arguments: dict[str, Any]) -> list[str]:
-    """Ask for dequantized weights where transformers can do that; say so."""
+def _quantization_method(config: Any) -> str | None:
+    """`quant_method` of a checkpoint that is stored quantized."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return []
+        return None
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(settings.get("quant_method"))
+    return str(settings.get("quant_method"))
+
+
+def _dequantized(config: Any, arguments: dict[str, Any]) -> list[str]:
+    """Ask for dequantized weights where transformers can do that; say so."""
+    method = _quantization_method(config)
+    if method is None:
+        return []
     import transformers
 
-    kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
-    found = getattr(transformers, kinds.get(method, ""), None)
-    if found is None:
+    name, option = _DEQUANTIZING.get(method, ("", {}))
+    found = getattr(transformers, name, None)
+    if found is not None:
+        arguments["quantization_config"] = found(**option)
+    elif method not in _DEQUANTIZED_AFTERWARDS:
         return [f"the checkpoint is quantized by {method}: layers that stay packed are unsupported"]
-    arguments["quantization_config"] = found(dequantize=True)
     return [f"the checkpoint is stored as {method}: its weights are dequantized before measuring"]
+
+
+def _refuse_cut_blocks(folder: Path) -> None:
+    """Refuse FP8 weights that are no whole number of blocks: transformers misplaces their scales.
+
+    It takes size / scales as the block (`Fp8Dequantize` in transformers 5.24), where the format
+    cuts the last one: DeepSeek-V3's 576 rows are 4 blocks of 128 and one of 64.
+    """
+    with open_checkpoint(folder, allow_pickle=True) as checkpoint:
+        for entry in checkpoint.entries.values():
+            match = re.fullmatch(r"fp8\w*\+block(\d+)(?:x(\d+))?", entry.dtype)
+            if match is None:
+                continue
+            rows, cols = int(match[1]), int(match[2] or match[1])
+            if entry.shape[-2] % rows or entry.shape[-1] % cols:
+                raise ModelError(
+                    f"transformers misreads {entry.name}, whose last block of FP8 scales is cut",
+                    where=folder,
+                    advice="Use --weights-only, which reads it",
+                )
 
 
 @contextmanager
@@ -229,7 +293,7 @@ def _quiet(quiet: bool) -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             from transformers.utils import logging as transformers_logging
 

@@ -9,7 +9,7 @@ parameter of two or more axes ends in exactly one of `measured`, `excluded` and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -19,11 +19,13 @@ from torch.nn.modules.conv import _ConvNd
 from mxdiag.collect.layouts import WeightView
 from mxdiag.collect.live import LiveLinear, Part, columns_of
 from mxdiag.collect.names import parameter_names, tied_names
+from mxdiag.collect.offload import offloaded_values
 from mxdiag.collect.stored import Stored, stored_tensors, transformers_models, user_name, within
 from mxdiag.collect.taps import Tap, cannot_tap
 from mxdiag.collect.weights import Unmeasured
 from mxdiag.errors import ModelError
-from mxdiag.linears import Linear, classify, exclusion, expert_of, role_of
+from mxdiag.linears import Linear, classify, expert_of, role_of
+from mxdiag.roles import TIED_ROLE, exclusion_of_tied
 
 #: Last names of buffers in which quantized modules keep their weights.
 _WEIGHT_BUFFERS = frozenset(
@@ -64,7 +66,8 @@ class Inventory:
         self._seen: dict[LiveLinear, list[WeightView]] = {}
         self._twice: set[LiveLinear] = set()  # a second orientation of a weight already counted
         self._buffers = _packed_buffers(model)
-        self._unreadable = _unreadable(self._matrices())
+        self._offloaded = offloaded_values(model)
+        self._unreadable = _unreadable(self._matrices(), self._offloaded)
         self._unreadable |= dict.fromkeys(absent, "not in the checkpoint: its values are random")
         self._classify(model)
 
@@ -103,24 +106,28 @@ class Inventory:
             return
         for linear in linears:
             if owner is not None and issubclass(owner, nn.Embedding):
-                linear = replace(linear, role=self._embedding_role(stored.parameter))
+                role = TIED_ROLE if self._is_head(stored.parameter) else "embedding"
+                linear = replace(linear, role=role)
             offset, stride = within(stored, linear.offset, linear.shape, linear.stride)
             view = WeightView(stored.parameter, offset, linear.shape, stride, linear.expert)
             piece.layers.append(LiveLinear(linear, view))
 
-    def _embedding_role(self, parameter: str) -> str:
-        heads = [alias for alias in self._names(parameter) if role_of(_layer(alias)) == "lm_head"]
-        return "lm_head" if heads else "embedding"
+    def _is_head(self, parameter: str) -> bool:
+        """Whether an embedding is tied to an output head."""
+        return any(role_of(_layer(a)) == TIED_ROLE for a in self._names(parameter))
 
     def _names(self, parameter: str) -> list[str]:
         return [user_name(alias) for alias in self._aliases.get(parameter, [])]
 
     def _rule(self, live: LiveLinear) -> str | None:
         """Return the rule that excludes a layer; a tied weight goes by any of its names."""
-        names = [live.layer, *(_layer(alias) for alias in self._names(live.view.parameter))]
-        rules = [exclusion(name, live.linear.role, self._include, self._exclude) for name in names]
-        asked = [rule for rule in rules if rule is not None and rule.startswith("--")]
-        return asked[0] if asked else None if None in rules else rules[0]
+        role, aliases = live.linear.role, self._names(live.view.parameter)
+        names = [
+            live.layer,
+            *map(_layer, aliases),
+            *([TIED_ROLE] if aliases and role == TIED_ROLE else []),
+        ]
+        return exclusion_of_tied(names, role, self._include, self._exclude)
 
     # ---- what the tap says ---------------------------------------------------------------------
 
@@ -282,11 +289,12 @@ class Inventory:
             If the weight is not loaded.
         """
         parameter = self._parameters[live.view.parameter]
-        if parameter.device.type == "meta":
+        offloaded = self._offloaded.get(live.view.parameter)
+        if parameter.device.type == "meta" and offloaded is None:
             raise ModelError(
                 "the weight is not loaded", where=live.layer, advice="Load the whole model"
             )
-        values = parameter.detach()
+        values = parameter.detach() if offloaded is None else offloaded()
         if _distributed(parameter):
             values = cast(Any, values).full_tensor()
         values = values.contiguous()
@@ -354,13 +362,15 @@ def _owners(model: nn.Module) -> dict[str, type[nn.Module]]:
     return {name: owners[id(p)] for name, p in parameter_names(model).items()}
 
 
-def _unreadable(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+def _unreadable(
+    parameters: Mapping[str, nn.Parameter], offloaded: Collection[str]
+) -> dict[str, str]:
     """Parameters whose values cannot be had as one plain tensor, with the reason."""
     reasons = {name: cannot_tap(p) for name, p in parameters.items()}
     return {
         name: reason
         for name, reason in reasons.items()
-        if reason is not None and not _distributed(parameters[name])
+        if reason is not None and not _distributed(parameters[name]) and name not in offloaded
     }
 
 

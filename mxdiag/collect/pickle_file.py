@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,9 @@ def read_pickles(files: Sequence[Path]) -> dict[str, Entry]:
 def _load(path: Path, torch: Any) -> Any:
     for mmap in (True, False):  # files of torch < 1.6 cannot be mapped
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # the unpickler raises whatever a damaged file makes it raise
             reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
     raise CheckpointError(

@@ -8,6 +8,7 @@ from typing import Any
 from mxdiag.collect.weights import (
     CHUNK_BYTES,
     Checkpoint,
+    Inventory,
     inventory,
     open_checkpoint,
     stored_statistics,
@@ -45,7 +46,7 @@ def scan_checkpoint(
         found = inventory(checkpoint, settings.include, settings.exclude)
         if not found.measured:
             raise CheckpointError(
-                "holds no linear weight to measure", where=path, advice=_why_none(found.excluded)
+                "holds no linear weight to measure", where=path, advice=_why_none(found)
             )
         parts = _measure(checkpoint, found.measured, cells, settings, corrections, progress)
         measurements = [
@@ -86,10 +87,15 @@ def scan_checkpoint(
         )
 
 
-def _why_none(excluded: Sequence[Any]) -> str:
-    if not excluded:
+def _why_none(found: Inventory) -> str:
+    if found.unsupported:
+        first = found.unsupported[0]
+        count = len(found.unsupported)
+        return f"{count} tensors are unsupported, such as {first.name}: {first.rule}"
+    if not found.excluded:
         return "Expected two-dimensional tensors called <layer>.weight"
-    return f"{len(excluded)} tensors are excluded, such as {excluded[0].name}: see --include"
+    first = found.excluded[0]
+    return f"{len(found.excluded)} tensors are excluded, such as {first.name}: see --include"
 
 
 def _facts(checkpoint: Checkpoint, linear: Linear) -> dict[str, Any]:

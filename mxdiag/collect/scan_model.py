@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,19 @@ from mxdiag.collect.batches import (
     Batch,
     Loss,
     evaluating,
+    is_record,
     labelled_tokens,
     language_loss,
     language_task,
     make_batches,
+    other_input,
     position_limit,
     run_batch,
 )
-from mxdiag.collect.loading import load_model, load_tokenizer
+from mxdiag.collect.loading import LoadedModel, TokenizerOnDemand, load_model
 from mxdiag.collect.model import Inventory, LiveLinear, model_inventory
+from mxdiag.collect.offload import input_device
+from mxdiag.collect.stored import transformers_models
 from mxdiag.collect.taps import Observer, Product, Tap
 from mxdiag.corrections import Correction
 from mxdiag.decomposition import Decomposition, decompose
@@ -39,6 +43,7 @@ from mxdiag.rows import Coverage, Measured, Measurement
 from mxdiag.settings import ScanSettings
 
 Calibration = str | Path | Iterable[Any]
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Accumulator(Observer):
@@ -148,16 +153,17 @@ class Request:
         return any(cell.operand == operand for cell in self.cells)
 
 
-def load_and_scan(source: str, request: Request) -> Measured:
-    """Load a model with transformers and measure it.
+def load(
+    source: str, settings: ScanSettings, progress: Progress
+) -> tuple[LoadedModel, TokenizerOnDemand]:
+    """Load a model with transformers; its tokenizer is loaded when text is first read.
 
     Raises
     ------
-    ModelError, CalibrationError
-        If it cannot be loaded, or run on the calibration.
+    ModelError
+        If it cannot be loaded.
     """
-    settings = request.settings
-    request.progress.note(f"loading {source}")
+    progress.note(f"loading {source}")
     loaded = load_model(
         source,
         dtype=settings.dtype,
@@ -166,25 +172,32 @@ def load_and_scan(source: str, request: Request) -> Measured:
         allow_pickle=settings.allow_pickle,
         revision=settings.revision,
     )
-    tokenizer = None
-    if (request.wants("A") or request.wants("G")) and _reads_text(loaded.model):
-        tokenizer = load_tokenizer(
-            source, trust_remote_code=settings.trust_remote_code, revision=settings.revision
-        )
+    tokenizer = TokenizerOnDemand(
+        source, trust_remote_code=settings.trust_remote_code, revision=settings.revision
+    )
+    return loaded, tokenizer
+
+
+def load_and_scan(source: str, request: Request) -> Measured:
+    """Load a model with transformers and measure it.
+
+    Raises
+    ------
+    ModelError, CalibrationError
+        If it cannot be loaded, or run on the calibration.
+    """
+    loaded, tokenizer = load(source, request.settings, request.progress)
     measured = scan_module(loaded.model, tokenizer, request, absent=loaded.absent)
     folder = Path(source)
     if folder.is_dir():
         measured.model["files"] = [
             {"name": file.name, "bytes": file.stat().st_size}
-            for file in sorted(folder.glob("*.safetensors"))
+            for file in sorted(folder.iterdir())
+            if file.suffix in _WEIGHT_FILES
         ]
-    measured.model["revision"] = settings.revision
+    measured.model["revision"] = request.settings.revision
     measured.warnings = [*loaded.warnings, *measured.warnings]
     return measured
-
-
-def _reads_text(model: nn.Module) -> bool:
-    return getattr(model, "main_input_name", "input_ids") == "input_ids"
 
 
 def scan_module(
@@ -200,6 +213,8 @@ def scan_module(
         If it has no linear layer, or does not run on the calibration.
     """
     settings = request.settings
+    if request.calibration is not None and not isinstance(request.calibration, (str, Path)):
+        request = replace(request, calibration=list(request.calibration))
     inventory = model_inventory(model, settings.include, settings.exclude, absent)
     accumulator = Accumulator(inventory, request.cells, settings, request.corrections)
     tap = Tap(model, accumulator, gradients="activations")
@@ -219,7 +234,7 @@ def scan_module(
         raise ModelError(
             "has no linear layer to measure",
             where=type(model).__name__,
-            advice="See --include: output heads, embeddings and routers are left out by default",
+            advice=_why_none(inventory),
         )
     if accumulator.first_nonfinite is not None:
         warnings.append(f"activations become non-finite at {accumulator.first_nonfinite}")
@@ -227,21 +242,37 @@ def scan_module(
         _measurements(inventory, accumulator, request, reasons, tap),
         _coverage(inventory),
         model={
-            "architecture": type(model).__name__,
+            "architecture": _architecture(model),
             "parameters": inventory.parameters,
             "revision": None,
             "files": [],
         },
-        device=str(next(model.parameters()).device),
+        device=str(input_device(model)),
         warnings=warnings,
     )
+
+
+def _why_none(inventory: Inventory) -> str:
+    if inventory.unsupported:
+        first = inventory.unsupported[0]
+        count = len(inventory.unsupported)
+        return f"{count} weights are unsupported, such as {first.name}: {first.rule}"
+    return "See --include: output heads, embeddings and routers are left out by default"
+
+
+def _architecture(model: nn.Module) -> str:
+    """Class of the transformers model inside wrappers, else of the module itself."""
+    inner = [found for _, found in transformers_models(model)]
+    return type(inner[0] if len(inner) == 1 else model).__name__
 
 
 def _why_not_run(model: nn.Module, calibration: Calibration | None) -> str | None:
     if calibration is None:
         return "no calibration was given"
-    if isinstance(calibration, (str, Path)) and not _reads_text(model):
-        return f"the model reads {model.main_input_name}, which a calibration file does not hold"
+    other = other_input(model)
+    records = isinstance(calibration, (str, Path)) or all(is_record(item) for item in calibration)
+    if other is not None and records:
+        return f"the model reads {other}, which calibration records do not hold"
     return None
 
 
@@ -250,11 +281,10 @@ def _batches(
 ) -> list[Batch]:
     assert request.calibration is not None
     seq_len, limit = request.settings.seq_len, position_limit(model)
-    if limit is not None and limit < seq_len:
-        warnings.append(f"records are cut to the model's {limit} positions")
-        seq_len = limit
+    cut = limit is not None and limit < seq_len
+    seq_len = limit if limit is not None and cut else seq_len
     needs_labels = request.wants("G") and request.loss is None and language_task(model) is not None
-    return make_batches(
+    batches = make_batches(
         model,
         request.calibration,
         tokenizer,
@@ -262,6 +292,9 @@ def _batches(
         samples=request.settings.samples,
         gradients=needs_labels,
     )
+    if cut and any(b.record is not None and len(b.record.input_ids) == limit for b in batches):
+        warnings.append(f"records are cut to the model's {limit} positions")
+    return batches
 
 
 def _run(model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request) -> str | None:

@@ -31,6 +31,7 @@ from mxdiag.collect.layouts import (
 )
 from mxdiag.collect.names import parameter_names
 from mxdiag.collect.observers import Observer, Product, Substitute
+from mxdiag.collect.offload import tapped_while_loaded
 from mxdiag.collect.products import Call, attention_without_dispatch, call_of
 from mxdiag.collect.substitution import SubstitutedProduct, Work
 from mxdiag.collect.tap_tensor import Tag, TapParameter, attach, carry_tag, name_of, tag_of, tagged
@@ -111,8 +112,10 @@ class Tap(AbstractContextManager):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             tapped: list[tuple[nn.Parameter, type]] = []
             stack.callback(self._untap, tapped)
+            later = stack.enter_context(tapped_while_loaded(self.model, self._tap, self._untap))
             for name, parameter in parameter_names(self.model).items():
-                self._tap(name, parameter, tapped)
+                if name not in later:
+                    self._tap(name, parameter, tapped)
             self.active = True
             self._stack = stack.pop_all()
         return self
@@ -337,7 +340,7 @@ def cannot_tap(parameter: nn.Parameter) -> str | None:
         return "not loaded: offloaded, or never materialized"
     if type(parameter) is not nn.Parameter:
         return f"a {type(parameter).__name__}, which handles torch functions itself"
-    if not parameter.is_floating_point():
+    if not parameter.is_floating_point() or parameter.itemsize < 2:
         return f"{str(parameter.dtype).removeprefix('torch.')} codes, not values"
     return None
 
@@ -349,11 +352,13 @@ def activation_gradients(model: nn.Module) -> Iterator[None]:
     By itself this leaves a model without gradients: `Tap(gradients="activations")` uses it, and
     starts gradients behind the embeddings and at every product whose input has none.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     try:
-        for parameter in trained:
+        for parameter in trained.values():
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in trained:
+        now = dict(model.named_parameters())  # offloaded ones are new objects after each call
+        for name, parameter in trained.items():
             parameter.requires_grad_(True)
+            now.get(name, parameter).requires_grad_(True)

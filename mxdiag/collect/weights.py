@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from mxdiag.collect.checkpoint import Checkpoint, open_checkpoint
 from mxdiag.collect.decode import Buffers, Fp4Values, Mxfp4Counts, Values
+from mxdiag.collect.tied import tied_embedding
 from mxdiag.errors import CheckpointError
-from mxdiag.linears import Linear, classify, exclusion, is_mask, view_span
+from mxdiag.linears import Linear, classify, is_mask, view_span
+from mxdiag.roles import TIED_ROLE, exclusion_of_tied
 
 __all__ = [
     "Checkpoint",
@@ -117,7 +119,8 @@ def inventory(
     `include` and `exclude` are globs on layer names: see `mxdiag.linears.exclusion`.
     """
     result = Inventory()
-    tied = _tied_head(checkpoint)
+    table = tied_embedding(checkpoint.entries.values(), checkpoint.config)
+    copy = _tied_head(checkpoint, table)
     for entry in checkpoint.entries.values():
         if entry.integer or is_mask(entry.name, entry.shape):
             if len(entry.shape) > 1:
@@ -125,7 +128,7 @@ def inventory(
                     Unmeasured(entry.name, f"not a linear weight: {entry.dtype} buffer", 0)
                 )
             continue
-        if entry.name == tied:
+        if entry.name == copy:
             result.excluded.append(Unmeasured(entry.name, "tied to the input embedding", 0))
             continue
         result.parameters += entry.numel
@@ -141,7 +144,10 @@ def inventory(
         elif verdict.rule is not None:
             result.excluded.append(Unmeasured(entry.name, verdict.rule, entry.numel))
         for linear in verdict.linears:
-            rule = exclusion(linear.layer, linear.role, include, exclude)
+            names = [linear.layer]
+            if entry.name == table:  # named as a live model names it
+                linear, names = replace(linear, role=TIED_ROLE), [linear.layer, TIED_ROLE]
+            rule = exclusion_of_tied(names, linear.role, include, exclude)
             if rule is None:
                 result.measured.append(linear)
             else:
@@ -149,21 +155,12 @@ def inventory(
     return result
 
 
-def _tied_head(checkpoint: Checkpoint) -> str | None:
-    """Name of a stored output head that the config says is the input embedding."""
-    config: dict[str, Any] = checkpoint.config or {}
-    text = config.get("text_config")
-    told = config.get(
-        "tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None
-    )
+def _tied_head(checkpoint: Checkpoint, table: str | None) -> str | None:
+    """Name of a stored output head that is a copy of the embedding `table`."""
     head = checkpoint.entries.get("lm_head.weight")
-    if told is not True or head is None:
+    if table is None or head is None or head.shape != checkpoint.entries[table].shape:
         return None
-    twin = any(
-        name.endswith("embed_tokens.weight") and entry.shape == head.shape
-        for name, entry in checkpoint.entries.items()
-    )
-    return head.name if twin else None
+    return head.name
 
 
 def stored_statistics(checkpoint: Checkpoint, linear: Linear) -> dict[str, float | int] | None:

@@ -228,7 +228,11 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
         predictions=_prediction_matrix(run),
         **_recommendation(run),
         gate=_gate(gate),
-        impact={"tables": impact_part.tables(impact), "facts": impact_part.reference_facts(impact)}
+        impact={
+            "tables": impact_part.tables(impact),
+            "facts": impact_part.reference_facts(impact),
+            "verdict": impact.get("verdict") or [],
+        }
         if impact
         else None,
         terms=TERMS,

@@ -114,6 +114,7 @@ def tables(impact: dict[str, Any]) -> list[Table]:
         _measured("Forward and backward together", impact.get("both"), both, reference),
         _plain("Rollouts", impact.get("rollout")),
         _plain("One layer at a time", impact.get("per_layer"), 40),
+        _plain("What predicts that ranking", impact.get("per_layer_ranking")),
     )
     return [table for table in candidates if table is not None]
 
@@ -124,7 +125,7 @@ def reference_facts(impact: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (name, f"{value:.0f}" if float(value).is_integer() else f"{value:.4f}")
         for name, value in reference.items()
-        if _finite(value) is not None
+        if _finite(value) is not None and not name.endswith("_sd")
     ]
 
 
