@@ -30,7 +30,6 @@ from mxdiag.quantize.sums import (
 
 if TYPE_CHECKING:
     from mxdiag.corrections import Correction
-
     from mxdiag.quantize.dispatch import Array
 
 #: The derived quantities that a row of results carries, in the order of its columns.
@@ -64,7 +63,8 @@ METRICS = (
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator > 0 else None
+    known = denominator > 0 and math.isfinite(numerator) and math.isfinite(denominator)
+    return numerator / denominator if known else None
 
 
 def _decibels(ratio: float | None) -> float | None:
@@ -170,7 +170,7 @@ class Decomposition:
         return int(self.counts[COUNT_FIELDS.index(name)])
 
     def _share(self, *names: str) -> float | None:
-        return _ratio(math.fsum(self.sum(name) for name in names), self.sum("e2"))
+        return _ratio(sum(self.sum(name) for name in names), self.sum("e2"))
 
     def _fraction(self, name: str) -> float | None:
         return _ratio(self.count(name), self.count("counted"))
@@ -180,7 +180,7 @@ class Decomposition:
         """`ok`, `exact` (Q reproduces x), `zero`, `nonfinite` or `not_observed`."""
         if self.count("numel") == 0:
             return "not_observed"
-        if self.count("nonfinite_blocks"):
+        if self.count("nonfinite_blocks") or not np.isfinite(self.sums).all():
             return "nonfinite"
         if self.sum("x2") == 0:
             return "zero"
@@ -257,6 +257,8 @@ class Decomposition:
         reference and 1e-6 for the fast paths.
         """
         if self.numel == 0:
+            return None
+        if not np.isfinite(self.sums).all():  # float64 values whose squares overflow
             return None
         parts = [self.sum(name) for name in ("scale2", "deadzone2", "grid2")]
         crosses = [2 * self.sum(name) for name in ("scale_grid", "scale_deadzone")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mxdiag import run_schema
 from mxdiag.decomposition import METRICS
 from mxdiag.errors import RunError
 
@@ -51,7 +52,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     RunError
         If the file cannot be written; an older file at `path` stays.
     """
-    data = content.encode() if isinstance(content, str) else content
+    # Half a surrogate pair, which JSON can bring, is written as its escape.
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,14 @@ def strict(value: Any) -> Any:
 def to_json(value: Any) -> str:
     """Strict JSON (no NaN, no Infinity), indented one level so that rows stay one line each."""
     return json.dumps(strict(value), allow_nan=False, ensure_ascii=False)
+
+
+def _csv_line(cells: Iterable[Any]) -> str:
+    """One line of CSV. csv only quotes the characters of its own line ending, and a lone carriage
+    return must be quoted as well: so it ends lines with both, and this one with a newline."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue()[:-2] + "\n"
 
 
 def _shape_text(shape: Iterable[int] | str | None) -> str:
@@ -143,15 +153,14 @@ class Run:
 
     def csv(self) -> str:
         """`tensors.csv`: numbers in their shortest exact form, empty where null."""
-        text, columns = io.StringIO(), self.columns
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(columns)
+        columns = self.columns
+        lines = [_csv_line(columns)]
         for row in self.tensors:
             cells = {**row, "shape": _shape_text(row.get("shape"))}
-            writer.writerow(
-                ["" if cells.get(column) is None else cells[column] for column in columns]
+            lines.append(
+                _csv_line(["" if cells.get(name) is None else cells[name] for name in columns])
             )
-        return text.getvalue()
+        return "".join(lines)
 
     def write(self, folder: Path | str) -> Path:
         """Write `run.json` and `tensors.csv` into the folder, each whole or not at all."""
@@ -183,25 +192,17 @@ class Run:
         if not isinstance(data, dict) or any(key not in data for key in _REQUIRED):
             raise RunError("not a run of mxdiag", where=file, advice=advice)
         version = data["schema_version"]
-        if version != SCHEMA_VERSION:
+        if type(version) is not int or version != SCHEMA_VERSION:
             raise RunError(
                 f"written with schema version {version}, this mxdiag reads {SCHEMA_VERSION}",
                 where=file,
                 advice="Scan again, or use the version that wrote it",
             )
-        _check_rows(data["tensors"], file)
+        wrong = run_schema.fault(data)
+        if wrong is not None:
+            raise RunError(wrong, where=file, advice="Scan again")
         return cls(data, file.parent)
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not strict JSON")
-
-
-def _check_rows(rows: Any, file: Path) -> None:
-    needed = ("layer", "operand", "gemm", "status")
-    good = isinstance(rows, list) and all(
-        isinstance(row, dict) and all(isinstance(row.get(key), str) for key in needed)
-        for row in rows
-    )
-    if not good:
-        raise RunError("a row lacks its layer, operand, gemm or status", where=file)

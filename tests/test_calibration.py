@@ -71,6 +71,7 @@ def test_plain_text_is_cut_into_consecutive_records(tmp_path):
         ('{"input_ids": [1, 2], "labels": [1]}', "1 labels for 2 input_ids"),
         ('{"prompt": "a", "response": "b", "advantage": NaN}', "advantage must be a finite"),
         ('{"prompt": "a", "response": "b", "advantage": "high"}', "advantage must be a finite"),
+        ('{"input_ids": [1, 2], "advantage": 1' + "0" * 400 + "}", "advantage must be a finite"),
     ],
 )
 def test_bad_records_name_their_line(tmp_path, line, match):

@@ -242,3 +242,33 @@ def test_sample_and_env(tmp_path):
     described = mxdiag("env")
     assert "backends:" in described.stdout
     assert "torch:" in described.stdout
+
+
+@pytest.mark.parametrize("ending", [">&-", ">/dev/full", "2>&-"])
+def test_streams_that_cannot_be_written_to_change_no_verdict(run_folder, tmp_path, ending):
+    budget = tmp_path / "budget.toml"
+    for least, code in ((1.0, 0), (60.0, 1)):
+        budget.write_text(f'[[rule]]\nname = "r"\nbounds = {{ sqnr_db = {{ min = {least} }} }}\n')
+        command = f"{sys.executable} -m mxdiag gate {run_folder} --budget {budget} {ending}"
+        result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert result.returncode == code, result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_output_in_ascii_is_escaped_not_fatal(run_folder):
+    shown = mxdiag("show", run_folder, "layers.0.mlp.gate_proj", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0, shown.stderr
+    assert "\\u" in shown.stdout
+
+
+def test_a_fault_of_its_own_is_never_exit_1(tmp_path):
+    code = (
+        "import sys, mxdiag.cli.runs as runs, mxdiag.cli as cli\n"
+        "import mxdiag.run\n"
+        "def broken(path): raise RuntimeError('surprise')\n"
+        "mxdiag.run.Run.load = broken\n"
+        "cli.main(['show', 'x', 'y'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "mxdiag failed: RuntimeError: surprise" in result.stderr

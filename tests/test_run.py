@@ -19,6 +19,7 @@ HOSTILE = (
     "</script><img onerror=alert(1)>",
     "[/bold]",
     "ünïcode\u2028",
+    "carriage\rreturn",
 )
 
 
@@ -43,7 +44,15 @@ def make_run(**changes) -> Run:
         "schema_version": 1,
         "model": {},
         "settings": {},
-        "coverage": {},
+        "coverage": {
+            "measured": len(HOSTILE),
+            "measured_parameters": 64,
+            "parameters": 64,
+            "parameter_fraction": 1.0,
+            "excluded": [],
+            "unsupported": [],
+            "not_observed": [],
+        },
         "tensors": rows,
         "totals": [],
         **changes,
@@ -124,7 +133,7 @@ def test_other_schema_versions_and_broken_rows_are_refused(tmp_path):
     run = make_run()
     run.data["tensors"] = [{"layer": "x"}]
     run.write(tmp_path)
-    with pytest.raises(RunError, match="lacks its layer"):
+    with pytest.raises(RunError, match="no operand of a GEMM"):
         Run.load(tmp_path)
 
 
@@ -141,3 +150,40 @@ def test_columns_are_found_once_whatever_the_number_of_rows(tmp_path):
     run.write(tmp_path)
     assert run.frame.shape[0] == len(HOSTILE)
     assert Counting.walks == 2
+
+
+DAMAGE = {
+    "coverage is no object": lambda d: d.update(coverage="x"),
+    "coverage.unsupported is no list": lambda d: d["coverage"].update(unsupported=None),
+    "coverage.parameters is no number": lambda d: d["coverage"].update(parameters="1"),
+    "unknown status 'OK'": lambda d: d["tensors"][0].update(status="OK"),
+    "no operand of a GEMM": lambda d: d["tensors"][0].update(operand="G"),
+    "lacks its layer": lambda d: d["tensors"][0].update(layer=""),
+    "sqnr_db is '18', no number": lambda d: d["tensors"][0].update(sqnr_db="18"),
+    "amax is '1000": lambda d: d["tensors"][0].update(amax=10**400),
+    "no fraction": lambda d: d["tensors"][0].update(deadzone_frac=-5),
+    "mse_ratio:mbs is 'True'": lambda d: d["tensors"][0].update({"mse_ratio:mbs": True}),
+    "reason is no text": lambda d: d["tensors"][0].update(reason=[1]),
+    "shape is no list": lambda d: d["tensors"][0].update(shape=True),
+    "total 0: no object": lambda d: d.update(totals=[["a"]]),
+    "corrections.mxfp8 holds no costs": lambda d: d.update(corrections={"mxfp8": -1}),
+    "impact.forward is no list": lambda d: d.update(impact={"forward": "x"}),
+    "settings is no object": lambda d: d.update(settings=5),
+    "schema version True": lambda d: d.update(schema_version=True),
+    "sentences is no list": lambda d: d.update(recommendation={"sentences": 3}),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damaged_runs_are_refused_whole(tmp_path, message):
+    """Whatever reads a run stops here: a gate must not pass what it cannot read."""
+    run = make_run()
+    DAMAGE[message](run.data)
+    (tmp_path / "run.json").write_text(json.dumps(run.data).replace("NaN", "null"))
+    with pytest.raises(RunError, match=message.replace("'", ".")):
+        Run.load(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path):
+    write_atomically(tmp_path / "x", "a\ud800b")
+    assert (tmp_path / "x").read_bytes() == b"a\\ud800b"

@@ -262,3 +262,35 @@ def test_weights_only_needs_w(tmp_path):
     save_file({"a.weight": torch.randn(4, 64)}, tmp_path / "x.safetensors")
     with pytest.raises(UsageError, match="measures W"):
         mxdiag.scan(tmp_path / "x.safetensors", operands="A")
+
+
+def test_weights_that_are_computed_are_never_measured_as_what_they_are_computed_from():
+    """A weight norm's v, a pruned layer's unpruned weight: close to the weight, and not it."""
+    from torch.nn.utils import parametrizations, prune
+
+    normed = nn.Sequential(parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 32))
+    pruned = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    prune.l1_unstructured(pruned[0], "weight", 0.3)
+    for model in (normed, pruned):
+        for options in ({"operands": "W"}, {"calibration": [torch.randn(40, 64)]}):
+            run = mxdiag.scan(model, corrections="none", **options)
+            assert {row["layer"] for row in run.tensors} == {"1"}
+            (entry,) = [e for e in run.data["coverage"]["unsupported"] if e["parameters"] == 4096]
+            assert "computed from it" in entry["reason"]
+            assert run.data["coverage"]["parameter_fraction"] < 1
+
+
+def test_a_loss_that_cannot_be_differentiated_is_refused():
+    model = nn.Linear(64, 32)
+    for loss in (lambda y, x: 1.0, lambda y, x: y, lambda y, x: y.detach().sum()):
+        with pytest.raises(ModelError, match="no scalar tensor"):
+            mxdiag.scan(model, calibration=[torch.randn(4, 64)], loss=loss)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_float64_values_whose_squares_overflow_are_not_finite():
+    run = mxdiag.scan(nn.Linear(64, 32).double(), operands="W", corrections="none")
+    assert run.tensors[0]["status"] == "ok"
+    huge = mxdiag.decompose(np.full((4, 64), 1e200))
+    assert huge.status == "nonfinite"
+    json.dumps(huge.metrics(), allow_nan=False)

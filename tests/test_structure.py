@@ -24,6 +24,7 @@ LAYERS = (
     ("linears", "samples"),
     ("settings", "rows", "environment"),
     ("collect",),
+    ("run_schema",),
     ("run",),
     ("allocation",),
     ("injection", "recommendation", "budget", "compare"),

@@ -10,7 +10,7 @@ import typer
 from mxdiag import __version__
 from mxdiag.cli import machine, runs
 from mxdiag.cli.impact import impact
-from mxdiag.cli.output import complain, quiet_stdout
+from mxdiag.cli.output import complain, prepare_streams, quiet_stdout
 from mxdiag.cli.scan import scan
 from mxdiag.errors import MxdiagError
 
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    prepare_streams()
     try:
         app(arguments, prog_name="mxdiag")
     except MxdiagError as error:
@@ -77,3 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPT)
     except BrokenPipeError:
         quiet_stdout()
+    except Exception as error:  # a fault of mxdiag's own: 1 would read as "over budget"
+        if debug:
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        complain(f"error: mxdiag failed: {text[:300]}. Run it with --debug, and report it.")
+        sys.exit(EXIT_USAGE)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mxdiag.cli.output import make_console, make_progress, show
+from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
 
 
 def impact(
@@ -159,6 +159,7 @@ def impact(
         extras=extras,
         progress=make_progress(quiet),
     )
+    check_interrupted()
     run.write(folder)
     if quiet:
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +19,41 @@ if TYPE_CHECKING:
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `mxdiag scan` wrote.")]
 
 
+#: Set by Ctrl-C: an exception raised inside a compiled library's callback is lost there.
+_interrupts: list[int] = []
+
+
+def prepare_streams() -> None:
+    """Streams that can be written to whatever they are, and a Ctrl-C that is not lost."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def interrupt(number: int, _frame: object) -> None:
+        _interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def check_interrupted() -> None:
+    """Raise the Ctrl-C that somebody swallowed, before anything is written."""
+    if _interrupts:
+        raise KeyboardInterrupt
+
+
 def complain(message: str) -> None:
-    """One message on standard error, also if the reader of standard output is gone."""
+    """One message on standard error; if that cannot be written to, nobody can be told."""
     from mxdiag.report.tables import printable
 
     try:
         sys.stderr.write(printable(message) + "\n")
-    except BrokenPipeError:
+        sys.stderr.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -55,6 +85,9 @@ def show(*parts: RenderableType) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         quiet_stdout()
+    except OSError as error:
+        quiet_stdout()
+        complain(f"warning: standard output: {error.strerror or error}")
 
 
 def _plain(renderable: RenderableType) -> str:

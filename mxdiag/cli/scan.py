@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mxdiag.cli.output import make_console, make_progress, show
+from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
 
 
 def scan(
@@ -122,6 +122,7 @@ def scan(
     }
     settings = analyze.scan_settings(config, given)
     run = analyze.scan(model, settings=settings, progress=make_progress(quiet))
+    check_interrupted()
     folder = run.write(out or Path("reports") / analyze.run_name(model))
     if quiet:
         return

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mxdiag.errors import CalibrationError
+from mxdiag.errors import CalibrationError, MxdiagError
 
 IGNORED_LABEL = -100
 _SHAPES = "text, prompt + response (+ advantage), or input_ids (+ labels, advantage)"
@@ -101,7 +101,14 @@ def _tokenize(text: str, tokenizer: Any, where: str, *, special: bool = True) ->
             where=where,
             advice="Give records with input_ids",
         )
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    try:
+        ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except MxdiagError:
+        raise
+    except Exception as error:  # whatever a tokenizer makes of broken text
+        raise CalibrationError(
+            f"the tokenizer cannot read the text: {error}", where=where
+        ) from None
     if not ids:
         raise CalibrationError("the record has no tokens", where=where)
     return [int(token) for token in ids]
@@ -177,9 +184,13 @@ def _integers(fields: Mapping[str, Any], key: str, where: str) -> tuple[int, ...
 
 
 def _advantage(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise CalibrationError("advantage must be a finite number", where=where)
-    return float(value)
+    return number
 
 
 def check_records(records: Sequence[Record], vocabulary: int | None, *, gradients: bool) -> None:

@@ -9,6 +9,7 @@ parameter of two or more axes ends in exactly one of `measured`, `excluded` and 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -31,6 +32,10 @@ from mxdiag.roles import TIED_ROLE, exclusion_of_tied
 _WEIGHT_BUFFERS = frozenset(
     {"qweight", "weight", "weight_packed", "weight_q", "packed_weight", "B"}
 )
+
+
+#: Parameters that torch's parametrizations, weight norms and pruning compute a weight from.
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.|weight_(orig|g|v)$")
 
 
 @dataclass(slots=True)
@@ -69,6 +74,11 @@ class Inventory:
         self._offloaded = offloaded_values(model)
         self._unreadable = _unreadable(self._matrices(), self._offloaded)
         self._unreadable |= dict.fromkeys(absent, "not in the checkpoint: its values are random")
+        self._unreadable |= {
+            name: "a layer's weight is computed from it (a parametrization)"
+            for name in self._matrices()
+            if _PARAMETRIZED.search(name)
+        }
         self._classify(model)
 
     def _matrices(self) -> dict[str, nn.Parameter]:
@@ -101,8 +111,9 @@ class Inventory:
             linears = [Linear(layer, role_of(layer), None, stored.name, 0, shape, stride)]
         else:
             piece.rule, piece.unsupported = verdict.rule, verdict.unsupported
-        if piece.rule is None and stored.parameter in self._unreadable:
-            piece.unsupported = self._unreadable[stored.parameter]
+        computed = _PARAMETRIZED.search(stored.parameter) is not None
+        if (piece.rule is None or computed) and stored.parameter in self._unreadable:
+            piece.rule, piece.unsupported = None, self._unreadable[stored.parameter]
             return
         for linear in linears:
             if owner is not None and issubclass(owner, nn.Embedding):
@@ -210,6 +221,8 @@ class Inventory:
         kept = bool(piece.layers) and all(self._rule(live) is not None for live in piece.layers)
         if unsupported is not None:
             piece.layers, piece.rule, piece.unsupported = [], None, unsupported
+        elif _PARAMETRIZED.search(piece.stored.parameter):
+            return  # used to compute a weight, which is what its reason says
         elif used and not kept and piece.rule is None:
             piece.layers, piece.unsupported = [], None
             piece.rule = (

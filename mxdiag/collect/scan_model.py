@@ -319,6 +319,12 @@ def _run(model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request)
                 value = scalar(output, batch) if wanted else None
             if value is not None:
                 reason = None
+                if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                    raise ModelError(
+                        "the loss is no scalar tensor with a gradient",
+                        where=type(model).__name__,
+                        advice="Return a 0-dimensional tensor computed from the output",
+                    )
                 value.backward()
             request.progress.advance()
     return reason
