@@ -135,7 +135,7 @@ def test_layers_go_by_depth(impact: dict[str, Any]) -> None:
 def test_the_verdict_names_cause_and_fix(impact: dict[str, Any]) -> None:
     text = " ".join(impact["verdict"])
     assert "scale bias causes" in text
-    assert "Apply of first" in text or "Apply mbs first" in text
+    assert "Apply `of` first" in text or "Apply `mbs` first" in text
     assert verdict({"forward": [], "backward": []}) == []
 
 
@@ -144,7 +144,7 @@ def test_noise_is_no_finding() -> None:
         return {"config": config, "operands": "WA", "kl_mean": value, "kl_mean_sd": sd}
 
     quiet = verdict({"forward": [kl("all", 1.0, 0.01), kl("mbs", 0.7, 0.01)]})
-    assert any("Apply mbs first" in sentence for sentence in quiet)
+    assert any("Apply `mbs` first" in sentence for sentence in quiet)
     loud = verdict({"forward": [kl("all", 1.0, 0.2), kl("mbs", 0.7, 0.01)]})
     assert not any("first" in sentence for sentence in loud[1:])
 
@@ -155,11 +155,11 @@ def test_the_cheapest_sufficient_fix_comes_first() -> None:
         {"config": name, "operands": "WA", "kl_mean": value} for name, value in table.items()
     ]
     (sentence,) = [s for s in verdict({"forward": forward}) if s.startswith("Apply")]
-    assert sentence.startswith("Apply mbs first")  # half of what mbs+of does, at 1/16 bit
-    assert "mbs+of goes furthest" in sentence
+    assert sentence.startswith("Apply `mbs` first")  # half of what mbs+of does, at 1/16 bit
+    assert "`mbs+of` goes furthest" in sentence
     forward[1]["kl_mean"] = 0.9
     (sentence,) = [s for s in verdict({"forward": forward}) if s.startswith("Apply")]
-    assert sentence.startswith("Apply of first")
+    assert sentence.startswith("Apply `of` first")
 
 
 # ---- the terminal ------------------------------------------------------------------------------

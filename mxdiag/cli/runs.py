@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Top = Annotated[int, typer.Option("--top", help="Rows to show; 0 shows all.")]
-Limit = Annotated[int, typer.Option("--limit", help="Findings shown as text; 0 shows all.")]
+Limit = Annotated[int, typer.Option("--limit", help="Findings shown per check; 0 shows all.")]
 
 
 def recommend(
@@ -86,6 +86,7 @@ def recommend(
         recommendation_table(loaded, make_console(), top or None),
         "",
         *recommendation_lines(loaded),
+        f"\nrecommendation written to {loaded.folder}",
     )
 
 

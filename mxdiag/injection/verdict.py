@@ -143,14 +143,14 @@ def _first_fix(
     first = min(enough, key=lambda name: _price(gains[name][1]))
     gain, correction, entry = gains[first]
     words = (
-        f"Apply {first} first: for {_price_words(correction)} it brings {_NAMES[measure]} to "
+        f"Apply `{first}` first: for {_price_words(correction)} it brings {_NAMES[measure]} to "
         f"{_with_noise(entry, measure)} and undoes {100 * gain / before:.0f} % of the damage"
     )
     if first != best:
         gain, correction, entry = gains[best]
         words += (
-            f"; {best} goes furthest, to {_with_noise(entry, measure)}, "
-            f"for {_price_words(correction)}"
+            f"; of those that stay in 4 bits `{best}` goes furthest, to "
+            f"{_with_noise(entry, measure)}, for {_price_words(correction)}"
         )
     ideal = _find(entries, "ideal", operands)
     if ideal is not None and ideal.get(measure) is not None:

@@ -120,8 +120,12 @@ def _module(name: str) -> Any:
         from mxdiag.quantize import cpu
 
         return cpu
-    from mxdiag.quantize import triton_kernel
-
+    try:
+        from mxdiag.quantize import triton_kernel
+    except ModuleNotFoundError:
+        raise UsageError(
+            "the triton backend needs the package triton", advice="Install it, or use --backend cpu"
+        ) from None
     return triton_kernel
 
 

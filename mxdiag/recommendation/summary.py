@@ -101,8 +101,9 @@ def in_words(
         before, after = (in_db(sqnr_db(total[key])) for key in ("error_before", "error_after"))
         chosen = ", ".join(f"{name} on {count}" for name, count in total["chosen"].items())
         sentences.append(
-            f"{operand}: {chosen} of {total['rows']} rows; {total['bits_before']:.4g} to "
-            f"{total['bits_after']:.4g} bits per element, {before} to {after}"
+            f"{operand}: {chosen} of {total['rows']} rows; bits per element "
+            f"{total['bits_before']:.4g} → {total['bits_after']:.4g}, "
+            f"mean relative error {before} → {after}"
         )
     skipped = sum(choice.recommended is None for choice in choices)
     if skipped:
