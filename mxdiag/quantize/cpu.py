@@ -14,6 +14,7 @@ results).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -309,6 +310,7 @@ def _covers(rule: ScaleRule) -> bool:
     return rule.threshold(E2M1) <= E2M1.max_normal / 2.0**E2M1.emax
 
 
+@functools.cache  # a constant of each rule
 def octave_table(rule: ScaleRule) -> np.ndarray:
     """Bins and edges for the histogram of delta: int64 [2 * OCTAVE_CELLS] (see `cpu_measure`).
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 #: Units a thread takes at a time: about a tenth of a millisecond of work.
 _BATCH = 4
+#: Fewer units are done before another thread has begun, least of all while an OpenMP pool spins.
+_WORTH_SHARING = 96
 
 
 def share(work: Callable[[int, int], None], units: int, threads: int | None) -> None:
@@ -26,7 +28,11 @@ def share(work: Callable[[int, int], None], units: int, threads: int | None) -> 
         except BaseException as error:
             errors.append(error)
 
-    wanted = threads or _cpu_count()
+    wanted = threads or (_cpu_count() if units >= _WORTH_SHARING else 1)
+    if wanted == 1:
+        if units:
+            work(0, units)
+        return
     helpers = [threading.Thread(target=take) for _ in range(min(wanted, -(-units // _BATCH)) - 1)]
     for helper in helpers:
         helper.start()
