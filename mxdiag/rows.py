@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mxdiag.corrections import parse_corrections
 from mxdiag.decomposition import Decomposition, total
 from mxdiag.gemms import CELLS, Cell
 from mxdiag.linears import Linear
@@ -68,15 +69,29 @@ class Measurement:
 
 
 def correction_columns(decomposition: Decomposition) -> dict[str, float | None]:
-    """`mse_ratio:`, `sqnr_db:` and `underflow_frac:` of every evaluated correction."""
+    """What every evaluated correction makes of the row, as columns `<quantity>:<correction>`.
+
+    `mse_ratio`, `sqnr_db`, `underflow_frac`, `gain` and `error_sum` (of Q_c - x) of each; the
+    shares after it where its ideal scale is that of the plain format, so that they are defined.
+    """
     columns: dict[str, float | None] = {}
     signal, counted = decomposition.sum("x2"), decomposition.count("counted")
-    for name, values in decomposition.corrections.items():
-        error = float(values[CORRECTION_FIELDS.index("e2")])
-        underflow = float(values[CORRECTION_FIELDS.index("underflow")])
+    for correction in parse_corrections(decomposition.corrections):
+        name = correction.name
+        fields = zip(CORRECTION_FIELDS, decomposition.corrections[name], strict=True)
+        values = {field: float(value) for field, value in fields}
+        error, defined = values["e2"], math.isfinite(values["e2"])
         columns[f"mse_ratio:{name}"] = decomposition.mse_ratio(name)
-        columns[f"sqnr_db:{name}"] = 10 * math.log10(signal / error) if error and signal else None
-        columns[f"underflow_frac:{name}"] = underflow / counted if counted else None
+        columns[f"sqnr_db:{name}"] = (
+            10 * math.log10(signal / error) if defined and error and signal else None
+        )
+        columns[f"underflow_frac:{name}"] = values["underflow"] / counted if counted else None
+        columns[f"gain:{name}"] = values["qx"] / signal if signal else None
+        columns[f"error_sum:{name}"] = values["e"]
+        if correction.keeps_ideal and defined and error:
+            dead, grid = (decomposition.sum(part) / error for part in ("deadzone2", "grid2"))
+            columns[f"reducible:{name}"] = 1 - dead - grid
+            columns[f"recoverable:{name}"], columns[f"irreducible:{name}"] = dead, grid
     return columns
 
 

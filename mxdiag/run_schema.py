@@ -15,7 +15,16 @@ from mxdiag.gemms import CELLS
 STATUSES = ("ok", "exact", "zero", "nonfinite", "not_observed")
 _CELLS = {(cell.operand, cell.gemm) for cell in CELLS}
 _NUMBERS = {*METRICS, "numel", "expert", "calls", "tokens", "rows", "measured"}
-_PREFIXES = ("mse_ratio:", "sqnr_db:", "underflow_frac:")
+_PREFIXES = (
+    "mse_ratio:",
+    "sqnr_db:",
+    "underflow_frac:",
+    "gain:",
+    "error_sum:",
+    "reducible:",
+    "recoverable:",
+    "irreducible:",
+)
 _TEXTS = ("role", "dtype", "block_axis", "recommended", "reason", "not_observed_reason")
 _COVERAGE_LISTS = ("excluded", "unsupported", "not_observed")
 _IMPACT_LISTS = ("forward", "backward", "both", "attribution", "rollout", "per_layer")

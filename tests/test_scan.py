@@ -294,3 +294,20 @@ def test_float64_values_whose_squares_overflow_are_not_finite():
     huge = mxdiag.decompose(np.full((4, 64), 1e200))
     assert huge.status == "nonfinite"
     json.dumps(huge.metrics(), allow_nan=False)
+
+
+def test_rows_say_what_each_correction_leaves():
+    """Scale-type corrections keep the deadzone and grid errors, so their shares follow."""
+    model = nn.Linear(256, 64)
+    run = mxdiag.scan(model, operands="W", corrections="mbs:32,of,sr")
+    (row,) = run.tensors
+    for share in ("recoverable", "irreducible"):
+        after = row[share] / row["mse_ratio:mbs:32"]
+        assert row[f"{share}:mbs:32"] == pytest.approx(after, rel=1e-9)
+    shares = [row[f"{name}:mbs:32"] for name in ("reducible", "recoverable", "irreducible")]
+    assert sum(shares) == pytest.approx(1, abs=1e-12)
+    assert abs(shares[0]) < abs(row["reducible"]) / 4  # a mantissa per block is nearly ideal
+    assert "reducible:of" not in row
+    # Stochastic rounding is unbiased: its gain is nearer to 1 than that of rounding to nearest.
+    assert abs(row["gain:sr"] - 1) < abs(row["gain"] - 1)
+    assert row["error_sum:sr"] is not None
