@@ -180,3 +180,18 @@ def test_the_summary_marks_noise(impact: dict[str, Any]) -> None:
         assert name in text
     assert text.count("cosine_mean") == 2  # backward, and both
     assert text.count("kl_mean") == 1
+
+
+def test_the_terminal_shows_rollouts_by_mode():
+    entry = {"operands": "WA", "ess": 0.98, "ess_sd": 0.001, "outside_clip": 0.0625}
+    rollout = [{**entry, "config": "all", "mode": "sampled"}]
+    rollout.append({"operands": "WA", "config": "mbs", "mode": "greedy", "identical": 0.5})
+    console = Console(width=200, color_system=None)
+    with console.capture() as captured:
+        console.print(impact_summary({"reference": {}, "rollout": rollout}, console))
+    text = captured.get()
+    assert "trainer–rollout mismatch" in text
+    assert "0.980" in text
+    assert "0.062" in text
+    assert "Rollouts, greedy" in text
+    assert "own responses" not in text

@@ -45,6 +45,19 @@ BACKWARD = (
     Column("norm_ratio_mean", "norm ratio", 4, 1.0),
     Column("snr_db_mean", "SNR dB", 2, float("inf")),
 )
+ROLLOUT = (
+    Column("first_divergence_mean", "tokens before first difference", 1, float("inf")),
+    Column("identical", "identical", 3, 1.0),
+    Column("log_ratio_abs_mean", "|log ratio|", 4, 0.0),
+    Column("log_ratio_abs_p95", "its p95", 4, 0.0),
+    Column("ess", "effective samples", 3, 1.0),
+    Column("outside_clip", "outside clip", 3, 0.0),
+)
+_ROLLOUT_TITLES = {
+    "greedy": "Rollouts, greedy: against the reference's text",
+    "sampled": "Rollouts, sampled from the quantized policy: trainer–rollout mismatch",
+    "recorded": "Rollouts, the records' own responses under both policies",
+}
 _SHARES = (("scale", "scale bias"), ("deadzone", "deadzone"), ("grid", "grid noise"))
 
 
@@ -135,6 +148,10 @@ def impact_summary(impact: Entry, console: Console) -> RenderableType:
         _table(impact.get("backward") or [], BACKWARD, "Backward (weight gradients)"),
         _table(impact.get("both") or [], (*FORWARD, *BACKWARD), "Forward and backward"),
         _causes(_main_causes(impact)),
+        *(
+            _table([e for e in impact.get("rollout") or [] if e["mode"] == mode], ROLLOUT, title)
+            for mode, title in _ROLLOUT_TITLES.items()
+        ),
     )
     parts: list[RenderableType] = [_reference(impact), Text()]
     for table in tables:
