@@ -61,6 +61,9 @@ METRICS = (
     "top_token_share",
 )
 
+_SUM_AT = {name: i for i, name in enumerate(SUM_FIELDS)}
+_COUNT_AT = {name: i for i, name in enumerate(COUNT_FIELDS)}
+
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     known = denominator > 0 and math.isfinite(numerator) and math.isfinite(denominator)
@@ -83,13 +86,14 @@ class TokenSums:
     @classmethod
     def of(cls, tokens: np.ndarray) -> TokenSums:
         """From [n_tokens, TOKEN_FIELDS] energies."""
-        x2, e2, deadzone2 = (tokens[:, TOKEN_FIELDS.index(name)] for name in TOKEN_FIELDS)
-        used = (x2 > 0) & (e2 > 0)
+        columns = np.ascontiguousarray(tokens.T)
+        energy, error = (columns[TOKEN_FIELDS.index(name)] for name in ("x2", "e2"))
+        x2, e2, deadzone2 = columns.compress((energy > 0) & (error > 0), axis=1)
         return cls(
-            count=int(used.sum()),
-            sqnr_db=float((10 * np.log10(x2[used] / e2[used])).sum()),
-            recoverable=float((deadzone2[used] / e2[used]).sum()),
-            top_energy=float(x2.max(initial=0.0)),
+            count=len(x2),
+            sqnr_db=float(np.add.reduce(10 * np.log10(x2 / e2))),
+            recoverable=float(np.add.reduce(deadzone2 / e2)),
+            top_energy=float(np.maximum.reduce(energy, initial=0.0)),
         )
 
     def __add__(self, other: TokenSums) -> TokenSums:
@@ -163,11 +167,11 @@ class Decomposition:
 
     def sum(self, name: str) -> float:
         """One of SUM_FIELDS."""
-        return float(self.sums[SUM_FIELDS.index(name)])
+        return self.sums.item(_SUM_AT[name])
 
     def count(self, name: str) -> int:
         """One of COUNT_FIELDS."""
-        return int(self.counts[COUNT_FIELDS.index(name)])
+        return self.counts.item(_COUNT_AT[name])
 
     def _share(self, *names: str) -> float | None:
         return _ratio(sum(self.sum(name) for name in names), self.sum("e2"))
@@ -176,11 +180,15 @@ class Decomposition:
         return _ratio(self.count(name), self.count("counted"))
 
     @property
+    def _is_finite(self) -> bool:
+        return all(map(math.isfinite, self.sums.tolist()))
+
+    @property
     def status(self) -> str:
         """`ok`, `exact` (Q reproduces x), `zero`, `nonfinite` or `not_observed`."""
         if self.count("numel") == 0:
             return "not_observed"
-        if self.count("nonfinite_blocks") or not np.isfinite(self.sums).all():
+        if self.count("nonfinite_blocks") or not self._is_finite:
             return "nonfinite"
         if self.sum("x2") == 0:
             return "zero"
@@ -258,7 +266,7 @@ class Decomposition:
         """
         if self.numel == 0:
             return None
-        if not np.isfinite(self.sums).all():  # float64 values whose squares overflow
+        if not self._is_finite:  # float64 values whose squares overflow
             return None
         parts = [self.sum(name) for name in ("scale2", "deadzone2", "grid2")]
         crosses = [2 * self.sum(name) for name in ("scale_grid", "scale_deadzone")]

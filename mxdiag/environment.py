@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import platform
 from importlib import metadata
 from typing import Any
+
+from mxdiag.quantize.cpu_threads import cpu_count
 
 _PACKAGES = (
     "numpy",
@@ -21,6 +23,7 @@ _PACKAGES = (
 _CPU_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx2", "fma")
 
 
+@functools.cache
 def versions() -> dict[str, str | None]:
     """Installed version of every package that matters to a result, None if it is missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -30,13 +33,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def cpu_count() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def run_environment(device: str, backend: str) -> dict[str, Any]:

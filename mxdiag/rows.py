@@ -61,7 +61,7 @@ class Measurement:
             "tokens": self.tokens,
             **decomposition.metrics(),
             **correction_columns(decomposition),
-            "delta_hist": [int(count) for count in decomposition.delta_hist],
+            "delta_hist": decomposition.delta_hist.tolist(),
         }
         if self.reason is not None:
             row["not_observed_reason"] = self.reason
@@ -125,7 +125,7 @@ def _total(
         "numel": decomposition.numel,
         **decomposition.metrics(),
         **correction_columns(decomposition),
-        "delta_hist": [int(count) for count in decomposition.delta_hist],
+        "delta_hist": decomposition.delta_hist.tolist(),
     }
 
 

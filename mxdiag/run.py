@@ -77,8 +77,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 os.unlink(temporary)
 
 
+#: What strict JSON takes as it is.
+_PLAIN = (int, str, bool, type(None))
+
+
 def strict(value: Any) -> Any:
     """The same structure fit for strict JSON: non-finite floats are None, numpy scalars plain."""
+    kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if kind in _PLAIN:
+        return value
     if isinstance(value, dict):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -174,14 +174,15 @@ def language_loss(logits: Tensor, batch: Batch, task: str, tokens: int) -> Tenso
     """
     assert batch.record is not None
     if task == "seq2seq":
-        labels = batch.kwargs["labels"][0]
+        targets = batch.kwargs["labels"][0]
     else:
-        labels = torch.tensor(batch.record.labels[1:], device=logits.device)
-    logits = (
-        logits[0, -labels.numel() :] if task == "seq2seq" else logits[0, -labels.numel() - 1 : -1]
-    )
+        targets = torch.tensor([*batch.record.labels[1:], IGNORED_LABEL], device=logits.device)
+    # Positions without a label are ignored, not cut off: the gradient of a slice is a copy.
+    logits = logits.squeeze(0)
+    unlabelled = len(logits) - len(targets)
+    targets = torch.nn.functional.pad(targets, (unlabelled, 0), value=IGNORED_LABEL)
     nll = torch.nn.functional.cross_entropy(
-        logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
+        logits.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum"
     )
     return batch.record.advantage * nll / tokens
 

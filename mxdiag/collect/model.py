@@ -64,7 +64,7 @@ class Inventory:
     ) -> None:
         self._include, self._exclude = tuple(include), tuple(exclude)
         self._parameters = parameter_names(model)
-        self._owners = _owners(model)
+        self._owners = _owners(model, self._parameters)
         self._aliases = tied_names(model)
         self._pieces: dict[str, list[_Piece]] = {}
         self._parts: dict[WeightView, tuple[Part, ...]] = {}
@@ -366,13 +366,13 @@ def _uses(names: Sequence[str]) -> str:
     return "used by " + ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def _owners(model: nn.Module) -> dict[str, type[nn.Module]]:
+def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, type[nn.Module]]:
     """Class of the module that holds each parameter (the first, for a tied one)."""
     owners: dict[int, type[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), type(module))
-    return {name: owners[id(p)] for name, p in parameter_names(model).items()}
+    return {name: owners[id(p)] for name, p in parameters.items()}
 
 
 def _unreadable(

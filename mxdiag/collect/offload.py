@@ -31,12 +31,11 @@ class Offloaded:
 
 def offloaded_modules(model: nn.Module) -> list[Offloaded]:
     """The modules whose parameters are not loaded and will be when they run."""
-    known = first_names(model)
+    hooks = [(module, _offloading_hook(module)) for module in model.modules()]
+    hooked = [(module, hook) for module, hook in hooks if hook and hasattr(module, "_old_forward")]
+    known = first_names(model) if hooked else {}
     found = []
-    for module in model.modules():
-        hook = _offloading_hook(module)
-        if hook is None or not hasattr(module, "_old_forward"):
-            continue
+    for module, hook in hooked:
         own = dict(module.named_parameters(recurse=bool(hook.place_submodules)))
         names = {
             local: known[id(p)]

@@ -6,8 +6,9 @@ flow through activations only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from mxdiag.decomposition import Decomposition, decompose
 from mxdiag.errors import ModelError
 from mxdiag.gemms import Cell, choose_cells
 from mxdiag.progress import Progress
+from mxdiag.quantize.cpu_threads import cpu_count
 from mxdiag.quantize.dispatch import dtype_name
 from mxdiag.rows import Coverage, Measured, Measurement
 from mxdiag.settings import ScanSettings
@@ -72,7 +74,8 @@ class Accumulator(Observer):
 
     def forward(self, product: Product, x: Tensor) -> None:
         parts = self._inventory.resolve(product.view)
-        self.calls.update(part.live for part in parts)
+        for part in parts:
+            self.calls[part.live] += 1
         if not parts or not self._cells["A"] or not x.numel():
             return
         measured = self._shared(x)
@@ -338,45 +341,71 @@ def _measurements(
     tap: Tap,
 ) -> list[Measurement]:
     measurements: list[Measurement] = []
-    with request.progress.phase("weights", len(inventory.measured), "layers"):
-        for live in inventory.measured:
-            for cell in request.cells:
-                if cell.operand == "W":
-                    calls = accumulator.calls[live] if tap.calls else None
-                    measurements.append(_weight(inventory, live, cell, request, calls))
-                    continue
-                decomposition = accumulator.parts.get((live, cell))
-                if decomposition is not None:
-                    calls, tokens, dtype = accumulator.seen[live, cell.operand]
-                    measurements.append(
-                        Measurement(live.linear, cell, decomposition, dtype, calls, tokens)
-                    )
-                    continue
-                own = inventory.why_not_observed(live, cell.operand, tap)
-                reason = reasons.get(cell.operand) or own or "no value reached it"
-                nothing = Decomposition.empty(request.settings.scale_rule)
-                measurements.append(Measurement(live.linear, cell, nothing, reason=reason))
-            request.progress.advance()
+    weights = _weights(inventory, request)
+    for live in inventory.measured:
+        for cell in request.cells:
+            if cell.operand == "W":
+                decomposition, reason = weights[live, cell]
+                calls = accumulator.calls[live] if tap.calls else None
+                dtype = inventory.dtype(live)
+                measurements.append(
+                    Measurement(live.linear, cell, decomposition, dtype, calls, reason=reason)
+                )
+                continue
+            observed = accumulator.parts.get((live, cell))
+            if observed is not None:
+                calls, tokens, dtype = accumulator.seen[live, cell.operand]
+                measurements.append(Measurement(live.linear, cell, observed, dtype, calls, tokens))
+                continue
+            own = inventory.why_not_observed(live, cell.operand, tap)
+            reason = reasons.get(cell.operand) or own or "no value reached it"
+            nothing = Decomposition.empty(request.settings.scale_rule)
+            measurements.append(Measurement(live.linear, cell, nothing, reason=reason))
     return measurements
 
 
-def _weight(
-    inventory: Inventory, live: LiveLinear, cell: Cell, request: Request, calls: int | None
-) -> Measurement:
-    settings, dtype = request.settings, inventory.dtype(live)
-    try:
-        weight = inventory.weight(live)
-    except ModelError as error:
-        nothing = Decomposition.empty(settings.scale_rule)
-        return Measurement(live.linear, cell, nothing, dtype, calls, reason=error.what)
-    decomposition = decompose(
-        weight,
-        cell.axis,
-        settings.scale_rule,
-        corrections=[c for c in request.corrections if "W" in c.operands],
-        backend=settings.backend,
-    )
-    return Measurement(live.linear, cell, decomposition, dtype, calls)
+def _weights(
+    inventory: Inventory, request: Request
+) -> dict[tuple[LiveLinear, Cell], tuple[Decomposition, str | None]]:
+    """The decomposition of every W, or why there is none.
+
+    On a CPU several weights are measured at a time, each on a thread of its own; they are taken
+    from the model one by one, which for a distributed or offloaded one is a transfer.
+    """
+    settings, cells = request.settings, [c for c in request.cells if c.operand == "W"]
+    corrections = [c for c in request.corrections if "W" in c.operands]
+    found: dict[tuple[LiveLinear, Cell], tuple[Decomposition, str | None]] = {}
+    pending: deque[tuple[LiveLinear, Cell, Future[Decomposition]]] = deque()
+
+    def measure(weight: Tensor, cell: Cell) -> Decomposition:
+        rule, backend = settings.scale_rule, settings.backend
+        return decompose(weight, cell.axis, rule, corrections=corrections, backend=backend)
+
+    def settle(at_most: int) -> None:
+        while len(pending) > at_most:
+            live, cell, future = pending.popleft()
+            found[live, cell] = future.result(), None
+
+    workers = cpu_count()
+    layers = inventory.measured if cells else []
+    phase = request.progress.phase("weights", len(layers), "layers")
+    with phase, ThreadPoolExecutor(workers, thread_name_prefix="mxdiag-weights") as pool:
+        for live in layers:
+            try:
+                weight = inventory.weight(live)
+            except ModelError as error:
+                nothing = Decomposition.empty(settings.scale_rule)
+                found |= {(live, cell): (nothing, error.what) for cell in cells}
+                continue
+            for cell in cells:
+                if weight.device.type == "cpu":
+                    pending.append((live, cell, pool.submit(measure, weight, cell)))
+                    settle(workers)
+                else:
+                    found[live, cell] = measure(weight, cell), None
+            request.progress.advance()
+        settle(0)
+    return found
 
 
 def _coverage(inventory: Inventory) -> Coverage:

@@ -86,7 +86,6 @@ def measure(
         amax = _run(x, dtype, rule, "amax", False, (), 0.0, threads).amax
     totals = _run(x, dtype, rule, "measure", tokens, plans, amax or 0.0, threads)
     sums, counts = totals.sums[: len(SUM_FIELDS)], totals.counts
-    base = dict(zip(SUM_FIELDS, sums, strict=True))
     corrected = {}
     for i, correction in enumerate(corrections):
         first = len(SUM_FIELDS) + len(FIELDS) * i
@@ -95,7 +94,7 @@ def measure(
         zeros = counts[UNIT_COUNTS.index("zeros")]
         fields = {
             "e2": raw["e2"],
-            "qx": base["x2"] + raw["ey"],
+            "qx": sums[SUM_FIELDS.index("x2")] + raw["ey"],
             "e": raw["e"],
             "underflow": counts[len(UNIT_COUNTS) + i] - zeros,
         }
@@ -122,41 +121,47 @@ def _run(
 ) -> Sums:
     """Run a measuring kernel; sums and counts in the Sums are the kernel's own."""
     layout = Layout.of(x, fixed=tokens, group=MACRO if any("mbs" in plan for plan in plans) else 1)
-    units, row_tokens = layout.units, tokens and not layout.by_rows
-    variant = Variant(dtype.name, task, _covers(rule), row_tokens, plans)
+    unit, chunks, units, blocks, _ = layout.division
+    row_tokens = tokens and not layout.by_rows
+    variant = _variant(dtype.name, task, _covers(rule), row_tokens, plans)
     sums = np.zeros((units, len(SUM_FIELDS) + len(FIELDS) * len(plans)))
     counts = np.zeros((units, len(UNIT_COUNTS) + len(plans)), np.int64)
     depth = BLOCK * layout.group
     token_rows = units * depth if row_tokens else x.shape[0]
     token_sums = np.zeros((token_rows if tokens else 0, len(TOKEN_FIELDS)))
-    settings, table = _settings(rule, dtype, amax), octave_table(rule)
+    settings, table, arguments = (
+        _settings(rule, dtype, amax),
+        octave_table(rule),
+        layout.arguments(),
+    )
     histograms = [np.zeros(DELTA_BINS, np.int64)]
 
     def work(first: int, last: int) -> None:
         octave = np.concatenate([table, histograms[0]])
         histograms.append(octave[table.size :])
-        run, arguments = (first, last, layout.unit), layout.arguments()
+        run = (first, last, unit)
         results = (settings, octave, sums, counts, token_sums)
         if layout.by_rows:
-            measure_rows(variant, arguments, run, layout.blocks(), *results)
+            measure_rows(variant, arguments, run, blocks, *results)
         else:
             measure_columns(variant, arguments, run, layout.group, *results)
 
     share(work, units, threads)
     if row_tokens and units:
-        parts = token_sums.reshape(-1, layout.chunks, depth, len(TOKEN_FIELDS)).sum(1)
+        parts = token_sums.reshape(-1, chunks, depth, len(TOKEN_FIELDS)).sum(1)
         token_sums = parts.reshape(-1, len(TOKEN_FIELDS))[: x.shape[1]]
     elif row_tokens:
         token_sums = np.zeros((x.shape[1], len(TOKEN_FIELDS)))
     return Sums(
         sums=np.add.reduce(sums, axis=0),
         counts=np.add.reduce(counts, axis=0),
-        amax=_float(counts[:, _AMAX].max(initial=0)),
+        amax=_float(np.maximum.reduce(counts[:, _AMAX], initial=0)),
         delta_hist=np.add.reduce(histograms),
         tokens=token_sums if tokens else None,
     )
 
 
+@functools.lru_cache(maxsize=256)
 def _settings(rule: ScaleRule, dtype: Dtype, amax: float) -> np.ndarray:
     """SETTINGS for a rule, a stored type and a tensor's amax."""
     tensor_scale = np.maximum(np.float32(amax) / _NVFP4_TOP, _NVFP4_LEAST)
@@ -260,17 +265,19 @@ def _write(
     encodes = scale_codes is not None
     flat = np.zeros(scale_codes.size if scale_codes is not None else 0, np.uint8)
 
+    division = layout.division
+
     def work(first: int, last: int) -> None:
-        run = (first, last, layout.unit)
+        run = (first, last, division.unit)
         if layout.by_rows:
             write_rows(
-                variant, layout.arguments(), run, layout.blocks(), settings, parts, result[:2], flat
+                variant, layout.arguments(), run, division.blocks, settings, parts, result[:2], flat
             )
         else:
             codes = flat.reshape(-1, x.shape[2]) if encodes else flat.reshape(0, 1)
             write_columns(variant, layout.arguments(), run, settings, parts, result[:3], codes)
 
-    share(work, layout.units, threads)
+    share(work, division.units, threads)
     if scale_codes is not None:
         scale_codes[...] = flat.reshape(scale_codes.shape)
     if target is not out:
@@ -297,14 +304,24 @@ def _check(x: np.ndarray) -> Dtype:
     """Refuse what the kernels cannot take."""
     if x.ndim != 3:
         raise TensorError(f"expected an array [outer, K, inner], not one of shape {x.shape}")
-    if x.dtype.name not in DTYPES:
+    dtype = _stored(x.dtype)
+    if dtype is None:
         raise TensorError(
             f"cannot quantize an array of dtype {x.dtype}",
             advice=f"Pass {', '.join(DTYPES)} values",
         )
-    return DTYPES[x.dtype.name]
+    return dtype
 
 
+@functools.cache  # numpy makes a dtype's name anew at every request
+def _stored(dtype: np.dtype) -> Dtype | None:
+    return DTYPES.get(dtype.name)
+
+
+_variant = functools.lru_cache(maxsize=256)(Variant)
+
+
+@functools.cache
 def _covers(rule: ScaleRule) -> bool:
     """Whether the rule never gives a scale below the ideal one."""
     return rule.threshold(E2M1) <= E2M1.max_normal / 2.0**E2M1.emax
@@ -331,7 +348,7 @@ def octave_table(rule: ScaleRule) -> np.ndarray:
 
 def _count_fields(numel: int, totals: np.ndarray) -> np.ndarray:
     """COUNT_FIELDS from the units' raw counts, which include padding and non-finite blocks."""
-    raw = dict(zip(UNIT_COUNTS, totals, strict=False))
+    raw = dict(zip(UNIT_COUNTS, totals.tolist(), strict=False))
     fields = {
         "numel": numel,
         "counted": numel - raw["nonfinite_elements"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,17 @@ from mxdiag.quantize.cpu_simd import LANES
 
 #: Elements of a unit of work. Part of the result: units are summed in float64, in order.
 UNIT_ELEMENTS = 1 << 16
+
+
+class Division(NamedTuple):
+    """An array's units of work, and what the loops are told of it besides its address."""
+
+    unit: int  # blocks (in rows) or columns of one unit
+    chunks: int  # units in one row of blocks (in columns)
+    units: int
+    #: Blocks in all and in a row, whole groups; whether all of them lie one after another.
+    blocks: tuple[int, int, int]
+    extents: tuple[int, ...]  # strides, extents, bytes of an element
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +67,14 @@ class Layout:
         return int(self.x.__array_interface__["data"][0])
 
     @property
-    def deep(self) -> int:
-        """Groups of blocks along K."""
-        return -(-self.x.shape[1] // (BLOCK * self.group))
-
-    @property
-    def unit(self) -> int:
-        """Blocks (in rows) or columns of one unit."""
-        if not (self.by_rows and self.whole_rows):
-            return UNIT_ELEMENTS // BLOCK
-        per_row = self.deep * self.group
-        return per_row * max(1, UNIT_ELEMENTS // (BLOCK * per_row))
-
-    @property
-    def chunks(self) -> int:
-        """Units in one row of blocks (in columns)."""
-        return -(-self.x.shape[2] // self.unit)
-
-    @property
-    def units(self) -> int:
-        """How many units there are."""
-        if self.x.size == 0:
-            return 0
-        if self.by_rows:
-            return -(-self.blocks()[0] // self.unit)
-        return self.x.shape[0] * self.deep * self.chunks
+    def division(self) -> Division:
+        """How the work is divided."""
+        x = self.x
+        return _divide(x.shape, x.strides, x.itemsize, self.by_rows, self.group, self.whole_rows)
 
     def arguments(self) -> tuple[int, ...]:
         """What the loops take: address, strides, extents, bytes of an element."""
-        _, size, inner = self.x.shape
-        strides, itemsize = self.x.strides, self.x.itemsize
-        if self.by_rows:
-            return self.address, strides[0], size, itemsize
-        return self.address, strides[0], strides[1], size, inner, itemsize
-
-    def blocks(self) -> tuple[int, int, int]:
-        """Blocks in all and in a row, whole groups; whether all of them lie one after another."""
-        outer, size, _ = self.x.shape
-        row_bytes = size * self.x.itemsize
-        dense = size % (BLOCK * self.group) == 0
-        linear = dense and (outer == 1 or self.x.strides[0] == row_bytes)
-        per_row = self.deep * self.group
-        return outer * per_row, per_row, int(linear)
+        return (self.address, *self.division.extents)
 
     def fits(self, out: np.ndarray) -> bool:
         """Whether results can be written straight to `out`, an array of x's shape."""
@@ -104,3 +83,31 @@ class Layout:
 
 def _contiguous(x: np.ndarray, axis: int) -> bool:
     return x.shape[axis] == 1 or x.strides[axis] == x.itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def _divide(
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    itemsize: int,
+    by_rows: bool,
+    group: int,
+    whole_rows: bool,
+) -> Division:
+    outer, size, inner = shape
+    deep = -(-size // (BLOCK * group))
+    per_row, unit = deep * group, UNIT_ELEMENTS // BLOCK
+    if by_rows:
+        if whole_rows and per_row:
+            unit = per_row * max(1, unit // per_row)
+        dense = size % (BLOCK * group) == 0
+        linear = dense and (outer == 1 or strides[0] == size * itemsize)
+        extents: tuple[int, ...] = (strides[0], size, itemsize)
+        chunks, units = 1, -(-outer * per_row // unit)
+    else:
+        linear, extents = False, (strides[0], strides[1], size, inner, itemsize)
+        chunks = -(-inner // unit)
+        units = outer * deep * chunks
+    if outer * size * inner == 0:
+        units = 0
+    return Division(unit, chunks, units, (outer * per_row, per_row, int(linear)), extents)

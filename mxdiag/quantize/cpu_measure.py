@@ -31,6 +31,7 @@ from mxdiag.quantize.cpu_simd import (
     I64,
     LANES,
     Lanes,
+    align_stack,
     intrinsic,
     load,
     scalar,
@@ -232,6 +233,7 @@ def measure_strip(
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        align_stack(builder)
         _emit_measure(builder, signature.args[0].variant, _Addresses(*args[1:]))
         return context.get_dummy_value()
 

@@ -24,6 +24,7 @@ from mxdiag.quantize.cpu_lanes import (
     TILE_BYTES,
 )
 from mxdiag.quantize.cpu_simd import (
+    CACHE_LINE,
     F32,
     I16,
     I32,
@@ -38,7 +39,6 @@ from mxdiag.quantize.cpu_simd import (
 )
 from mxdiag.quantize.cpu_variant import DTYPES, Dtype
 
-CACHE_LINE = 64
 #: Blocks with amax below 2^-60 are lifted (see `cpu_lanes`).
 TINY = (127 - 60) << 23
 

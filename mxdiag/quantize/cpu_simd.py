@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 LANES = 16
+CACHE_LINE = 64
 
 #: numba's decorator; its annotations do not know that calls leave out the typing context.
 intrinsic: Any = numba.extending.intrinsic
@@ -236,6 +237,16 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, offset: int = 0) -> None:
     pointer = _pointer(builder, address, offset, I8)
     read, keep, data = (ir.Constant(I32, number) for number in (0, 3, 1))
     builder.call(function, [pointer, read, keep, data])
+
+
+def align_stack(builder: ir.IRBuilder) -> None:
+    """Align the stack of the function being built to cache lines, so that no spilled vector
+    straddles two."""
+    attributes = builder.function.attributes
+    attributes.alignstack = CACHE_LINE
+    attributes.add(
+        "nounwind"
+    )  # llvmlite writes no attributes of a function that has only the other
 
 
 def transpose(rows: list[Lanes]) -> list[Lanes]:

@@ -9,8 +9,8 @@ from numba import njit
 
 from mxdiag.quantize.cpu_lanes import BLOCK, HIGH_ROW, LIFT, LIFT_ROW, LOW_ROW
 from mxdiag.quantize.cpu_measure import UNIT_COUNTS
-from mxdiag.quantize.cpu_pack import CACHE_LINE, HAS_SPECIAL, TINY, peek, poke
-from mxdiag.quantize.cpu_simd import LANES
+from mxdiag.quantize.cpu_pack import HAS_SPECIAL, TINY, peek, poke
+from mxdiag.quantize.cpu_simd import CACHE_LINE, LANES
 
 STRIP = BLOCK * LANES
 #: A padded copy of one block of the widest element.

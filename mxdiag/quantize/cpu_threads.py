@@ -28,7 +28,7 @@ def share(work: Callable[[int, int], None], units: int, threads: int | None) -> 
         except BaseException as error:
             errors.append(error)
 
-    wanted = threads or (_cpu_count() if units >= _WORTH_SHARING else 1)
+    wanted = threads or (cpu_count() if units >= _WORTH_SHARING else 1)
     if wanted == 1:
         if units:
             work(0, units)
@@ -43,7 +43,7 @@ def share(work: Callable[[int, int], None], units: int, threads: int | None) -> 
         raise errors[0]
 
 
-def _cpu_count() -> int:
+def cpu_count() -> int:
     """CPUs this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

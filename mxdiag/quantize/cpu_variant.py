@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +102,14 @@ def source_digest() -> str:
 _DIGEST = source_digest()
 
 
+@functools.cache
+def _variant_type(variant: Variant) -> VariantType:
+    return VariantType(variant, _DIGEST)
+
+
 @typeof_impl.register(Variant)
 def _typeof_variant(value: Variant, context: Any) -> VariantType:
-    return VariantType(value, _DIGEST)
+    return _variant_type(value)
 
 
 @unbox(VariantType)

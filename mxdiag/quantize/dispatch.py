@@ -7,6 +7,7 @@ stays off it.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -42,7 +43,8 @@ def to_numpy(x: Array) -> np.ndarray:
         return np.asarray(x)
     import torch
 
-    x = x.detach().cpu()
+    if x.requires_grad or not x.is_cpu:
+        x = x.detach().cpu()
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy().view(_BFLOAT16)
     return x.numpy()
@@ -111,8 +113,7 @@ def canonical(x: Array, axis: int) -> Array:
             advice=f"Use -{len(shape)} to {len(shape) - 1}",
         )
     axis %= len(shape)
-    outer, inner = (int(np.prod(part)) for part in (shape[:axis], shape[axis + 1 :]))
-    return x.reshape(outer, shape[axis], inner)
+    return x.reshape(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
 
 
 def _module(name: str) -> Any:
@@ -156,13 +157,13 @@ def measure(
     if tokens and len(x.shape) != 2:
         raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
     rule, chosen = scale_rule(rule), choose_backend(x, backend)
-    blocks = canonical(x, axis)
+    blocks = canonical(to_numpy(x) if chosen == "cpu" else x, axis)
     unfused = corrections
     if chosen == "cpu":
         cpu = _module("cpu")
         fused = [correction for correction in corrections if cpu.is_fused(correction)]
         unfused = [correction for correction in corrections if not cpu.is_fused(correction)]
-        sums = cpu.measure(to_numpy(blocks), rule, tokens=tokens, corrections=fused, amax=amax)
+        sums = cpu.measure(blocks, rule, tokens=tokens, corrections=fused, amax=amax)
     elif chosen == "triton":
         sums = _module("triton").measure(to_torch(blocks), rule, tokens=tokens)
     else:
