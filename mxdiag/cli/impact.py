@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mxdiag.cli import options
 from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
 
 
@@ -54,63 +55,30 @@ def impact(
     per_layer_operands: Annotated[
         str, typer.Option("--per-layer-operands", help="What a unit quantizes: W, A or WA.")
     ] = "W",
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with any of scan's options.")
-    ] = None,
-    calib: Annotated[
-        str | None,
-        typer.Option("--calib", metavar="FILE", help="Calibration records (JSONL) or plain text."),
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Cut records to so many tokens. [default: 512]")
-    ] = None,
+    config: options.Config = None,
+    calib: options.Calib = None,
+    seq_len: options.SeqLen = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Run so many records. [default: 4]")
     ] = None,
-    scale_rule: Annotated[
-        str | None,
-        typer.Option("--scale-rule", help="rceil, floor, ceil or even. [default: rceil]"),
-    ] = None,
-    corrections: Annotated[
-        str | None,
-        typer.Option("--corrections", help="default, all, none, or a list such as mbs,of:1.0."),
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", metavar="GLOB", help="Quantize layers excluded by default."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave layers out.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="auto, cpu or cuda. [default: auto]")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="auto, float32, bfloat16 or float16. [default: auto]"),
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="auto, reference, cpu or triton.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed. [default: 0]")] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Revision of a hub model.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool | None,
-        typer.Option("--trust-remote-code", help="Run the Python code that the model brings."),
-    ] = None,
-    allow_pickle: Annotated[
-        bool | None,
-        typer.Option("--allow-pickle", help="Read pickle checkpoints with weights_only=True."),
-    ] = None,
+    scale_rule: options.ScaleRule = None,
+    corrections: options.Corrections = None,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    backend: options.Backend = None,
+    seed: options.Seed = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    allow_pickle: options.AllowPickle = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", metavar="DIR", help="Run folder, made if it is new. [default: reports/<model>]"
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run the model with one error component at a time.
 
@@ -136,7 +104,7 @@ def impact(
         "trust_remote_code": trust_remote_code,
         "allow_pickle": allow_pickle,
     }
-    options = {
+    given = {
         **scan,
         "passes": passes,
         "configs": configs,
@@ -155,7 +123,7 @@ def impact(
     run = analyze.impact(
         model,
         run=Run.load(folder) if (folder / RUN_JSON).exists() else None,
-        settings=analyze.impact_settings(config, options),
+        settings=analyze.impact_settings(config, given),
         extras=extras,
         progress=make_progress(quiet),
     )

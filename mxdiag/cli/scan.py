@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mxdiag.cli import options
 from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
 
 
@@ -18,9 +19,7 @@ def scan(
             help="Local folder, .safetensors or .gguf file, hub id, sample:dense or sample:moe.",
         ),
     ],
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with any of these options.")
-    ] = None,
+    config: options.Config = None,
     operands: Annotated[
         str | None, typer.Option("--operands", help="Some of W,A,G. [default: W,A,G]")
     ] = None,
@@ -32,67 +31,36 @@ def scan(
             "[default: W and A in fprop, G in dgrad]",
         ),
     ] = None,
-    scale_rule: Annotated[
-        str | None,
-        typer.Option("--scale-rule", help="rceil, floor, ceil or even. [default: rceil]"),
-    ] = None,
+    scale_rule: options.ScaleRule = None,
     weights_only: Annotated[
         bool | None,
         typer.Option("--weights-only", help="Stream the checkpoint; build no model."),
     ] = None,
-    calib: Annotated[
-        str | None,
-        typer.Option("--calib", metavar="FILE", help="Calibration records (JSONL) or plain text."),
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Cut records to so many tokens. [default: 512]")
-    ] = None,
+    calib: options.Calib = None,
+    seq_len: options.SeqLen = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Run so many records. [default: 16]")
     ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", metavar="GLOB", help="Measure layers excluded by default."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave layers out.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="auto, cpu or cuda. [default: auto]")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="auto, float32, bfloat16 or float16. [default: auto]"),
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option("--backend", help="auto, reference, cpu or triton.")
-    ] = None,
-    corrections: Annotated[
-        str | None,
-        typer.Option("--corrections", help="default, all, none, or a list such as mbs,of:1.0."),
-    ] = None,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    backend: options.Backend = None,
+    corrections: options.Corrections = None,
     sweep: Annotated[
         str | None,
         typer.Option("--sweep", help="scale: block scales with 0 to 8 mantissa bits."),
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Random seed. [default: 0]")] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Revision of a hub model.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool | None,
-        typer.Option("--trust-remote-code", help="Run the Python code that the model brings."),
-    ] = None,
-    allow_pickle: Annotated[
-        bool | None,
-        typer.Option("--allow-pickle", help="Read pickle checkpoints with weights_only=True."),
-    ] = None,
+    seed: options.Seed = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    allow_pickle: options.AllowPickle = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Run folder. [default: reports/<model name>]"),
     ] = None,
     top: Annotated[int, typer.Option("--top", help="Rows to show; 0 shows all.")] = 15,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure a model and write a run folder.
 
