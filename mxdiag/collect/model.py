@@ -314,6 +314,13 @@ class Inventory:
         view = live.view
         return values.as_strided(view.size, view.stride, values.storage_offset() + view.offset)
 
+    def in_memory(self, live: LiveLinear) -> bool:
+        """Whether `weight` is a view of values in main memory, not a copy or a transfer."""
+        name = live.view.parameter
+        parameter = self._parameters[name]
+        here = parameter.device.type == "cpu" and name not in self._offloaded
+        return here and not _distributed(parameter) and parameter.is_contiguous()
+
     def dtype(self, live: LiveLinear) -> str:
         """Dtype of a layer's weight: `bfloat16`, `float32` ..."""
         return str(self._parameters[live.view.parameter].dtype).removeprefix("torch.")

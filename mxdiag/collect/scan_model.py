@@ -369,8 +369,8 @@ def _weights(
 ) -> dict[tuple[LiveLinear, Cell], tuple[Decomposition, str | None]]:
     """The decomposition of every W, or why there is none.
 
-    On a CPU several weights are measured at a time, each on a thread of its own; they are taken
-    from the model one by one, which for a distributed or offloaded one is a transfer.
+    Weights in main memory are measured several at a time, each on a thread of its own. Others are
+    brought here one by one.
     """
     settings, cells = request.settings, [c for c in request.cells if c.operand == "W"]
     corrections = [c for c in request.corrections if "W" in c.operands]
@@ -398,7 +398,7 @@ def _weights(
                 found |= {(live, cell): (nothing, error.what) for cell in cells}
                 continue
             for cell in cells:
-                if weight.device.type == "cpu":
+                if inventory.in_memory(live):
                     pending.append((live, cell, pool.submit(measure, weight, cell)))
                     settle(workers)
                 else:
