@@ -14,7 +14,7 @@ Entry = Mapping[str, Any]
 #: A difference below so many standard deviations is called noise.
 NOISE_SDS = 2.0
 #: The first fix is the cheapest that does at least so much of what the best 4-bit one does.
-ENOUGH = 0.5
+ENOUGH = 0.25
 #: A smaller share of a number is not said as its deviation.
 _VISIBLE = 0.002
 _NAMES = {"kl_mean": "KL", "cosine_mean": "the cosine"}
@@ -125,7 +125,7 @@ def _first_fix(
     loss_of: Callable[[float], float],
     floor: float,
 ) -> str | None:
-    """The cheapest correction that does much of what the best does, and the best."""
+    """The cheapest correction that does a fair part of what the best does, and the best."""
     before = loss_of(plain[measure])
     gains: dict[str, tuple[float, Correction, Entry]] = {}
     for entry in entries:
