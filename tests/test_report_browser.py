@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
-import time
 from pathlib import Path
 
 import pytest
+from browser_fixtures import READY, until
 from report_fixtures import HOSTILE, dense_run, large_run, moe_run, renamed, with_impact
 
 from mxdiag.report import encode
@@ -28,68 +27,7 @@ def moe() -> Run:
     return moe_run(layers=3, experts=4)
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-READY = "document.documentElement.dataset.tableMs !== undefined"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
-    with sync_api.sync_playwright() as playwright:
-        instance = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield instance
-        instance.close()
-
-
-@pytest.fixture
-def visit(browser, tmp_path: Path):
-    """Opens a run's report; fails at the end on any console message, error or request."""
-    contexts, complaints = [], []
-
-    def open_report(run: Run, **options):
-        gate = options.pop("gate", None)
-        path = tmp_path / f"report{len(contexts)}.html"
-        path.write_text(render_html(run, gate=gate), encoding="utf-8")
-        context = browser.new_context(viewport={"width": 1440, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-
-        def note(request) -> None:
-            if request.url != path.as_uri():
-                complaints.append(f"request: {request.url}")
-
-        page.on("request", note)
-        page.goto(path.as_uri())
-        _until(page, READY)
-        return page
-
-    yield open_report
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
-def _until(page, expression: str) -> None:
-    """Wait for an expression to hold. The page's policy forbids the evaluation of strings, on which
-    playwright's own waiting for functions rests.
-    """
-    deadline = time.monotonic() + 30
-    while not page.evaluate(expression):
-        assert time.monotonic() < deadline, expression
-        page.wait_for_timeout(20)
+pytest_plugins = ["browser_fixtures"]
 
 
 def _column(page, field: str) -> list[str]:
@@ -169,7 +107,7 @@ def test_nulls_sort_last_both_ways(visit, moe: Run) -> None:
 def test_filters_by_text_and_operand(visit, dense: Run) -> None:
     page = visit(dense)
     page.locator("#filter-text").fill("LAYERS.2 down_proj")
-    _until(page, f"byId('shown').textContent.startsWith('6 of {len(dense.tensors)}')")
+    until(page, f"byId('shown').textContent.startsWith('6 of {len(dense.tensors)}')")
     assert set(_names(page)) == {"model.layers.2.mlp.down_proj"}
     page.locator("#filter-cell").select_option("G·wgrad")
     assert _column(page, "operand") == ["G"]
@@ -227,7 +165,7 @@ def test_cell_click_and_enter_go_to_the_row(visit, dense: Run) -> None:
         page.keyboard.press(key)
     assert "layer 1 · k_proj" in page.locator("#announce").text_content()
     page.keyboard.press("Enter")
-    _until(page, "columns.layer.at(current) === 'model.layers.1.self_attn.k_proj'")
+    until(page, "columns.layer.at(current) === 'model.layers.1.self_attn.k_proj'")
 
 
 @pytest.mark.browser
@@ -286,7 +224,7 @@ def test_columns_and_export(visit, dense: Run) -> None:
 def test_copy_gives_what_is_shown(visit, dense: Run) -> None:
     page = visit(dense, permissions=["clipboard-read", "clipboard-write"])
     page.locator("#filter-text").fill("layers.0 q_proj")
-    _until(page, "byId('shown').textContent.startsWith('6 of')")
+    until(page, "byId('shown').textContent.startsWith('6 of')")
     page.locator("#copy").click()
     page.get_by_text("Copied", exact=True).wait_for()
     lines = page.evaluate("navigator.clipboard.readText()").strip().split("\n")
@@ -350,7 +288,7 @@ def _open(browser, path: Path):
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     page.goto(path.as_uri())
-    _until(page, READY)
+    until(page, READY)
     return page, session
 
 
@@ -387,7 +325,7 @@ def test_above_sixty_thousand_rows_are_paged_never_dropped(browser, tmp_path: Pa
     assert page.locator(".tabulator-paginator").is_visible()
     assert page.locator("#shown").text_content().startswith("60,001 rows.")
     page.evaluate("goToRow(60000)")
-    _until(page, "current === 60000 && document.querySelector('.tabulator-row.current') !== null")
+    until(page, "current === 60000 && document.querySelector('.tabulator-row.current') !== null")
     page.locator(".tabulator-col[tabulator-field='sqnr_db']").click()
     lowest = page.evaluate("Math.min(...Array.from(columns.sqnr_db.numbers))")
     page.evaluate("rowsTable.setPage(1)")

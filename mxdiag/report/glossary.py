@@ -278,6 +278,29 @@ TERMS: dict[str, Term] = {
         "⟨g_quant, g_ref⟩ / (‖g_quant‖ ‖g_ref‖)",
         worse="low",
     ),
+    "gradient_snr": Term(
+        "Gradient SNR",
+        "Signal to noise of the weight gradients, in dB.",
+        "10 log₁₀(‖g_ref‖² / ‖g_quant − g_ref‖²)",
+        unit="dB",
+        worse="low",
+    ),
+    "routing": Term(
+        "Rerouted", "Share of the choices of experts that are not the reference's.", unit="share"
+    ),
+    "log_ratio": Term(
+        "Log ratio",
+        "Logarithm of a token's importance ratio w, trainer over rollout policy. Outside clip: the "
+        "share of tokens whose w a clipped objective would cut.",
+        "log w = log π_ref − log π_quant",
+        unit="nats",
+    ),
+    "ess": Term(
+        "Effective samples",
+        "Effective sample size of the importance ratios, as a share of the tokens.",
+        "(Σ w)² / (n Σ w²)",
+        worse="low",
+    ),
     "attribution": Term(
         "Attribution",
         "Shapley values of the three components: the mean marginal effect of each over all orders "

@@ -17,6 +17,7 @@ from mxdiag.report import summary
 from mxdiag.report.encode import encode_rows, script_json
 from mxdiag.report.glossary import MAP_METRICS, TERMS
 from mxdiag.report.predictions import Prediction, predictions
+from mxdiag.report.tables import targets_in_words
 from mxdiag.run import Run, strict
 
 #: Vendored libraries, and the page's own scripts and styles in the order in which they load.
@@ -167,7 +168,7 @@ def _recommendation(run: Run) -> dict[str, Any]:
     """The sentences of the run's recommendation, and its targets in words."""
     found = run.data.get("recommendation") or {}
     targets = found.get("targets") or {}
-    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in targets.items())
+    words = targets_in_words(targets)
     return {"recommendation": found.get("sentences") or [], "targets": words}
 
 
@@ -209,7 +210,8 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
         count=summary.count,
         sig=_sig,
     )
-    impact = run.data.get("impact")
+    impact = impact_part.section(run)
+    curves = impact_part.curves(run.data.get("impact") or {}) if impact else None
     rows = encode_rows(run)
     page = environment.get_template("report.html.j2").render(
         policy=_policy(scripts, styles),
@@ -217,7 +219,7 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
         styles=[Markup(style) for style in styles],
         rows_json=Markup(script_json(rows)),
         page_json=Markup(script_json(strict(_page_data(run)))),
-        impact_json=Markup(script_json(impact_part.curves(impact) if impact else None)),
+        impact_json=Markup(script_json(curves)),
         model=run.data["model"],
         facts=_facts(run),
         settings=_settings(run),
@@ -228,13 +230,7 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
         predictions=_prediction_matrix(run),
         **_recommendation(run),
         gate=_gate(gate),
-        impact={
-            "tables": impact_part.tables(impact),
-            "facts": impact_part.reference_facts(impact),
-            "verdict": impact.get("verdict") or [],
-        }
-        if impact
-        else None,
+        impact=impact,
         terms=TERMS,
         has_depth=bool(rows["places"]),
         has_experts=any(row.get("expert") is not None for row in run.tensors),

@@ -1,63 +1,47 @@
 """The terminal's view of an impact: forward, backward, causes, and what to do first.
 
 A number is followed by its standard deviation over repeats, where that shows in its digits. One
-that lies within two of them of "no effect" is noise: dimmed on a terminal, marked `~` everywhere.
+that lies within two of them of "no effect", or of the one over resampled records if that is larger,
+is noise: dimmed on a terminal, marked `~` everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mxdiag.injection.verdict import NOISE_SDS
+from mxdiag.report.impact_columns import (
+    ROLLOUT_TITLES,
+    Column,
+    Entry,
+    columns_of,
+    is_noise,
+    order,
+)
 from mxdiag.report.tables import printable
 
-#: A difference from "no effect" below this many standard deviations is noise.
-NOISE_SDS = 2.0
-Entry = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One number of an entry: its head, digits, and the value that "no effect" has."""
-
-    name: str
-    head: str
-    digits: int
-    neutral: float
-
-
-FORWARD = (
-    Column("kl_mean", "KL", 4, 0.0),
-    Column("agreement", "agreement", 3, 1.0),
-    Column("loss_change", "Δ loss", 4, 0.0),
-    Column("entropy_change", "Δ entropy", 4, 0.0),
-    Column("t_eff_measured", "T", 3, 1.0),
-    Column("t_eff_predicted", "T predicted", 3, 1.0),
-    Column("routing_changed", "rerouted", 3, 0.0),
+FORWARD = columns_of(
+    "kl_mean",
+    "agreement",
+    "loss_change",
+    "entropy_change",
+    "t_eff_measured",
+    "t_eff_predicted",
+    "routing_changed",
 )
-BACKWARD = (
-    Column("cosine_mean", "cosine", 4, 1.0),
-    Column("norm_ratio_mean", "norm ratio", 4, 1.0),
-    Column("snr_db_mean", "SNR dB", 2, float("inf")),
+BACKWARD = columns_of("cosine_mean", "norm_ratio_mean", "snr_db_mean")
+ROLLOUT = columns_of(
+    "first_divergence_mean",
+    "identical",
+    "log_ratio_abs_mean",
+    "log_ratio_abs_p95",
+    "ess",
+    "outside_clip",
 )
-ROLLOUT = (
-    Column("first_divergence_mean", "tokens before first difference", 1, float("inf")),
-    Column("identical", "identical", 3, 1.0),
-    Column("log_ratio_abs_mean", "|log ratio|", 4, 0.0),
-    Column("log_ratio_abs_p95", "its p95", 4, 0.0),
-    Column("ess", "effective samples", 3, 1.0),
-    Column("outside_clip", "outside clip", 3, 0.0),
-)
-_ROLLOUT_TITLES = {
-    "greedy": "Rollouts, greedy: against the reference's text",
-    "sampled": "Rollouts, sampled from the quantized policy: trainer–rollout mismatch",
-    "recorded": "Rollouts, the records' own responses under both policies",
-}
 _SHARES = (("scale", "scale bias"), ("deadzone", "deadzone"), ("grid", "grid noise"))
 
 
@@ -66,10 +50,8 @@ def _cell(entry: Entry, column: Column) -> Text:
     if value is None:
         return Text("–")
     text = f"{value:.{column.digits}f}"
-    if sd is None:
-        return Text(text)
-    noise = abs(value - column.neutral) < NOISE_SDS * sd
-    if round(sd, column.digits):  # else it is not to be seen in the digits shown
+    noise = is_noise(entry, column)
+    if sd is not None and round(sd, column.digits):  # else not to be seen in the digits shown
         text += f" ± {sd:.{column.digits}f}"
     return Text(f"~{text}" if noise else text, style="dim" if noise else "")
 
@@ -86,18 +68,13 @@ def _table(entries: Iterable[Entry], columns: Iterable[Column], title: str) -> T
     for column in used:
         table.add_column(column.head, justify="right", no_wrap=True)
     last = None
-    for entry in sorted(entries, key=_order):
+    for entry in sorted(entries, key=order):
         if last not in (None, entry["operands"]):
             table.add_row()
         last = entry["operands"]
         name = Text(printable(str(entry["config"])))
         table.add_row(name, str(entry["operands"]), *(_cell(entry, c) for c in used))
     return table
-
-
-def _order(entry: Entry) -> tuple[int, str]:
-    """Tables go from all operands to single ones."""
-    return -len(entry["operands"]), entry["operands"]
 
 
 def _causes(entries: Iterable[Entry]) -> Table | None:
@@ -150,7 +127,7 @@ def impact_summary(impact: Entry, console: Console) -> RenderableType:
         _causes(_main_causes(impact)),
         *(
             _table([e for e in impact.get("rollout") or [] if e["mode"] == mode], ROLLOUT, title)
-            for mode, title in _ROLLOUT_TITLES.items()
+            for mode, title in ROLLOUT_TITLES.items()
         ),
     )
     parts: list[RenderableType] = [_reference(impact), Text()]
@@ -160,7 +137,8 @@ def impact_summary(impact: Entry, console: Console) -> RenderableType:
     parts.append(
         Text(
             "± is the standard deviation over jittered repeats; ~ marks what lies within "
-            f"{NOISE_SDS:g} of them of no effect; T is the temperature that would do the same",
+            f"{NOISE_SDS:g} of them of no effect, or of the one over resampled records where that "
+            "is larger; T is the temperature that would do the same",
             style="dim",
         )
     )

@@ -112,7 +112,8 @@ def totals_table(run: Run, console: Console) -> Table:
         if row.get("nonfinite"):
             status = "nonfinite"
         elif status != "ok" and row["measured"]:
-            status = "exact"
+            unknown = row.get("rel_mse") is None and row.get("amax")  # squares that underflow
+            status = "ok" if unknown else "exact"
         _add(table, console, name, {**row, "status": status})
     return table
 
@@ -147,17 +148,29 @@ def coverage_line(coverage: Mapping[str, Any]) -> Text:
     return text
 
 
-def recommendation_lines(run: Run) -> list[Text]:
-    """The recommendation's sentences under its target."""
-    found = run.data["recommendation"]
+def targets_in_words(targets: Mapping[str, float]) -> str:
+    """What a recommendation had to reach."""
     units = {
         "target_sqnr": "SQNR of at least {:g} dB",
         "target_mse_ratio": "MSE ratio of at most {:g}",
+        "max_bits": "at most {:g} bits per weight",
     }
-    units["max_bits"] = "at most {:g} bits per weight"
-    targets = " and ".join(units[name].format(value) for name, value in found["targets"].items())
-    heading = Text(f"recommended for {targets}:", style="bold")
-    return [heading, *(Text(f"  {printable(sentence)}") for sentence in found["sentences"])]
+    return " and ".join(
+        units[name].format(value) if name in units else f"{name.replace('_', ' ')} {value}"
+        for name, value in targets.items()
+    )
+
+
+def recommendation_lines(run: Run) -> list[Text]:
+    """The recommendation's sentences under its target, and those on its validation."""
+    found = run.data["recommendation"]
+    heading = Text(f"recommended for {targets_in_words(found['targets'])}:", style="bold")
+    lines = [heading, *(Text(f"  {printable(sentence)}") for sentence in found["sentences"])]
+    validation = found.get("validation") or {}
+    if validation.get("sentences"):
+        lines.append(Text("run with them:", style="bold"))
+        lines += [Text(f"  {printable(sentence)}") for sentence in validation["sentences"]]
+    return lines
 
 
 def recommendation_table(run: Run, console: Console, top: int | None = 15) -> Table:

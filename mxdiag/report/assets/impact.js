@@ -17,7 +17,7 @@ function attributionOptions() {
   const entries = impact.attribution.filter((entry) => Number.isFinite(entry.total) && entry.total !== 0);
   if (!entries.length) return null;
   const colours = componentColours();
-  const labels = entries.map((entry) => `${entry.measure.replaceAll("_", " ")} · ${entry.operands} · ${entry.pass}`);
+  const labels = entries.map((entry) => `${entry.measure} · ${entry.operands} · ${entry.pass}`);
   const share = (entry, name) => (Number.isFinite(entry[name]) ? entry[name] / entry.total : null);
   return {
     height: 60 + 34 * entries.length,
@@ -39,30 +39,72 @@ function exactShort(value) {
   return typeof value === "number" ? String(Number(value.toPrecision(3))) : "n/a";
 }
 
+/** What the menu offers along depth: name, field of a point, and how its number becomes the chart's. */
+const gradientMeasures = {
+  cosine: ["cosine", "cosine"],
+  norm_ratio: ["norm ratio", "norm_ratio"],
+  log2_norm: ["norm ratio, predicted and measured", "norm_ratio", Math.log2, "log₂ of the norm ratio"],
+  snr_db: ["SNR, dB", "snr_db"],
+};
+
 function gradientOptions() {
   const operands = byId("gradient-operands").value;
-  const name = byId("gradient-measure").value;
+  const choice = byId("gradient-measure").value;
+  const [label, field, change = (value) => value, axis = label] = gradientMeasures[choice];
   const entries = impact.backward.filter((entry) => `${entry.pass} ${entry.operands}` === operands && entry.depth.length);
   if (!entries.length) return null;
   const depths = distinct(entries.flatMap((entry) => entry.depth.map((point) => point.depth)));
   const valueAt = (entry, depth) => {
     const point = entry.depth.find((p) => p.depth === depth);
-    return point ? point[name] : null;
+    return point && point[field] !== null ? change(point[field]) : null;
   };
+  const expected = choice === "log2_norm" ? depths.map((depth) => impact.predictor.find((p) => p.depth === depth) || null) : null;
   let rank = 0;
   const looks = entries.map(({ config }) => {
     const known = config === "all" || componentNames.some(([component]) => component === config);
     return configLook(config, known ? 0 : rank++);
   });
+  const lines = entries.map((entry, k) => line(entry.config, depths.map((depth) => valueAt(entry, depth)), looks[k]));
+  const names = [...(expected ? [predictedName] : []), ...entries.map((entry) => entry.config)];
+  const tip = (at) => entries.map((entry) => [entry.config, exactShort(valueAt(entry, depths[at]))]);
   return {
     height: 360,
-    grid: { ...curveGrid, top: 64 },
-    legend: legendLook({ type: "plain", right: 0 }),
+    grid: { ...curveGrid, top: 24 + 20 * legendRows(names, byId("gradient-chart").clientWidth) },
+    legend: legendLook({ type: "plain", right: 0, data: names }),
     xAxis: { type: "category", data: depths.map(String), name: "depth", ...axisLook({ splitLine: { show: false }, boundaryGap: false }) },
-    yAxis: valueAxis(name.replaceAll("_", " "), { scale: true }),
-    tooltip: lineTip((at) => [`layer ${depths[at]}`, entries.map((entry) => [entry.config, exactShort(valueAt(entry, depths[at]))])]),
-    series: entries.map((entry, k) => line(entry.config, depths.map((depth) => valueAt(entry, depth)), looks[k])),
+    yAxis: valueAxis(axis, { scale: true }),
+    tooltip: lineTip((at) => [`layer ${depths[at]}`, [...(expected ? [[predictedName, predictedText(expected[at])]] : []), ...tip(at)]]),
+    series: expected ? [...predictedSeries(expected), ...lines] : lines,
   };
+}
+
+/** Rows that a legend of these names takes: 11 px text is about 6.2 px wide a letter, 45 px go to its sign. */
+function legendRows(names, width) {
+  let rows = 1;
+  let used = 0;
+  for (const name of names) {
+    const wanted = 45 + 6.2 * name.length;
+    if (used && used + wanted > width) [rows, used] = [rows + 1, 0];
+    used += wanted;
+  }
+  return rows;
+}
+
+const predictedName = "Σδ ± √(L/12), predicted";
+
+function predictedText(point) {
+  return point ? `${exactShort(point.log2_norm_ratio)} ± ${exactShort(point.spread)}` : "n/a";
+}
+
+/** The predicted line, in a band of its spread. */
+function predictedSeries(points) {
+  const band = { type: "line", stack: "band", stackStrategy: "all", symbol: "none", lineStyle: { opacity: 0 }, emphasis: { disabled: true } };
+  const at = (value) => points.map((point) => (point && Number.isFinite(point.log2_norm_ratio) ? value(point) : null));
+  return [
+    { ...band, name: "low", data: at((point) => point.log2_norm_ratio - point.spread) },
+    { ...band, name: "high", data: at((point) => 2 * point.spread), areaStyle: { color: colour("shade") } },
+    line(predictedName, at((point) => point.log2_norm_ratio), { color: colour("muted"), type: "dotted", symbol: "none" }),
+  ];
 }
 
 function temperatureOptions() {
@@ -89,25 +131,23 @@ function temperatureOptions() {
   };
 }
 
-function rolloutMeasures() {
-  const names = new Set();
-  for (const entry of impact.rollout) {
-    for (const [name, value] of Object.entries(entry)) if (typeof value === "number" && !name.endsWith("_sd")) names.add(name);
-  }
-  return [...names];
+function withDeviation(entry, field) {
+  const deviation = entry[`${field}_sd`];
+  return exactShort(entry[field]) + (typeof deviation === "number" ? ` ± ${Number(deviation.toPrecision(1))}` : "");
 }
 
 function rolloutOptions() {
   const name = byId("rollout-measure").value;
+  const [, label] = impact.rolloutMeasures.find(([field]) => field === name);
   const entries = impact.rollout.filter((entry) => Number.isFinite(entry[name]));
   if (!entries.length) return null;
   const labels = entries.map((entry) => [entry.config, entry.operands, entry.mode].filter(Boolean).join(" · "));
   return {
     height: 70 + 24 * entries.length,
     grid: { left: leftFor(labels), right: 56, top: 6, bottom: 44 },
-    xAxis: valueAxis(name.replaceAll("_", " "), { nameGap: 26 }),
+    xAxis: valueAxis(label, { nameGap: 26 }),
     yAxis: { type: "category", inverse: true, data: labels, ...axisLook({ splitLine: { show: false }, axisLabel: { interval: 0 } }) },
-    tooltip: axisTip((at) => [labels[at], Object.entries(entries[at]).filter(([, v]) => typeof v === "number").map(([k, v]) => [k.replaceAll("_", " "), exactShort(v)])]),
+    tooltip: axisTip((at) => [labels[at], impact.rolloutMeasures.filter(([field]) => typeof entries[at][field] === "number").map(([field, text]) => [text, withDeviation(entries[at], field)])]),
     series: [{
       type: "bar", barMaxWidth: 16, emphasis: { disabled: true },
       data: entries.map((entry) => ({ value: entry[name], itemStyle: { color: configLook(entry.config, 2).color } })),
@@ -120,11 +160,12 @@ function startImpact() {
   if (!impact || !byId("impact")) return;
   const curves = impact.backward.filter((entry) => entry.depth.length);
   fill(byId("gradient-operands"), distinct(curves.map((entry) => `${entry.pass} ${entry.operands}`)).map((text) => [text, text]));
-  fill(byId("gradient-measure"), [["cosine", "cosine"], ["norm_ratio", "norm ratio"], ["snr_db", "SNR, dB"]]);
-  fill(byId("rollout-measure"), rolloutMeasures().map((name) => [name, name.replaceAll("_", " ")]));
+  const along = Object.keys(gradientMeasures).filter((name) => name !== "log2_norm" || impact.predictor.length);
+  fill(byId("gradient-measure"), along.map((name) => [name, gradientMeasures[name][0]]));
+  fill(byId("rollout-measure"), impact.rolloutMeasures);
   const parts = [
     ["attribution", impact.attribution.length], ["cosine", curves.length],
-    ["entropy", temperatureOptions() !== null], ["rollout", impact.rollout.length && rolloutMeasures().length],
+    ["entropy", temperatureOptions() !== null], ["rollout", impact.rolloutMeasures.length],
   ];
   for (const [part, there] of parts) byId("impact").querySelector(`[data-part="${part}"]`).hidden = !there;
   const wired = [
