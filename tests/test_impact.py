@@ -50,6 +50,14 @@ def test_the_contract_s_keys(impact: dict[str, Any]) -> None:
     json.dumps(strict(impact), allow_nan=False)
 
 
+def test_resampled_changes_are_paired(impact: dict[str, Any]) -> None:
+    """A record's change is its own loss before and after, so records that differ in their loss (here
+    in the sign of their advantage) do not make the change uncertain."""
+    found = entry(impact, "forward", "all", "WA")
+    assert 0 < found["loss_change_boot_sd"] < 0.1 * found["loss_boot_sd"]
+    assert 0 < found["entropy_change_boot_sd"]
+
+
 def test_the_reference_is_the_model_s_own_loss(impact: dict[str, Any]) -> None:
     model, nll, labelled = dense().eval(), 0.0, 0
     wanted = 0.0
@@ -155,7 +163,9 @@ def test_the_cheapest_sufficient_fix_comes_first() -> None:
         {"config": name, "operands": "WA", "kl_mean": value} for name, value in table.items()
     ]
     (sentence,) = [s for s in verdict({"forward": forward}) if s.startswith("Apply")]
-    assert sentence.startswith("Apply `mbs` first")  # over a quarter of what mbs+of does, at 1/16 bit
+    assert sentence.startswith(
+        "Apply `mbs` first"
+    )  # over a quarter of what mbs+of does, at 1/16 bit
     assert "`mbs+of` goes furthest" in sentence
     forward[1]["kl_mean"] = 0.8
     (sentence,) = [s for s in verdict({"forward": forward}) if s.startswith("Apply")]

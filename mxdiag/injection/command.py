@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mxdiag.collect.batches import Loss
@@ -60,6 +61,7 @@ class Extras:
         return SensitivitySettings(self.per_layer, self.per_layer_operands)
 
 
+@torch.inference_mode(False)  # the caller's mode would make every tensor an inference tensor
 def measure_all(
     model: nn.Module,
     tokenizer: Any,

@@ -166,17 +166,18 @@ def _forward_resampled(
     tables = [_sum(group).times(1 / len(group)) for group in zip(*baseline.tables, strict=True)]
     counts = np.array([len(tokens) for tokens in records], dtype=float)
     sums = np.array([tokens.sum(0) for tokens in records])
+    before = [np.mean(group, axis=0) for group in zip(*baseline.seen.tokens, strict=True)]
+    entropy = sums[:, COLUMN["entropy"]] - [rows[:, COLUMN["entropy"]].sum() for rows in before]
     labelled = np.array([f.labelled.sum() for f in facts], dtype=float)
-    losses = [
-        f.advantage * t[f.labelled, COLUMN["nll"]].sum()
-        for t, f in zip(records, facts, strict=True)
-    ]
+    losses, changes = _losses(records, facts), _losses(records, facts) - _losses(before, facts)
     tokens = weights @ counts
     with np.errstate(divide="ignore", invalid="ignore"):
         means = {
             name: (weights @ sums[:, COLUMN[column]]) / tokens for name, column in _TOKEN_MEANS
         }
-        means["loss"] = (weights @ np.array(losses)) / (weights @ labelled)
+        means["entropy_change"] = (weights @ entropy) / tokens
+        means["loss"] = (weights @ losses) / (weights @ labelled)
+        means["loss_change"] = (weights @ changes) / (weights @ labelled)
     result = {f"{name}_boot_sd": spread(values) for name, values in means.items()}
     kl = [tokens[:, COLUMN["kl"]] for tokens in records]
     quantiles, temperatures = [], []
@@ -189,6 +190,16 @@ def _forward_resampled(
     result["kl_p95_boot_sd"] = spread(quantiles)
     result["t_eff_measured_boot_sd"] = spread(temperatures)
     return result
+
+
+def _losses(records: Sequence[np.ndarray], facts: Sequence[Facts]) -> np.ndarray:
+    """Each record's sum of advantage * NLL over its labelled tokens."""
+    return np.array(
+        [
+            f.advantage * rows[f.labelled, COLUMN["nll"]].sum()
+            for rows, f in zip(records, facts, strict=True)
+        ]
+    )
 
 
 def _worst(tokens: Sequence[np.ndarray], facts: Sequence[Facts]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mxdiag.errors import UsageError
-from mxdiag.settings import ScanSettings
+from mxdiag.settings import ScanSettings, check_types
 
 PASSES = ("forward", "backward", "both")
 #: Operand sets of each pass, in the order of the tables.
@@ -41,6 +41,7 @@ class ImpactSettings:
     jitter: float = 1e-6
 
     def __post_init__(self) -> None:
+        check_types(self)
         known = tuple(dict.fromkeys(name for names in OPERAND_SETS.values() for name in names))
         _some_of("passes", self.passes, PASSES)
         if self.operands is not None:
