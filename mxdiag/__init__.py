@@ -8,9 +8,11 @@ Names are loaded on first use, so that `import mxdiag` imports neither torch nor
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own, without its import: the command line starts with this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from mxdiag.analyze import scan
     from mxdiag.decomposition import Decomposition, decompose
     from mxdiag.errors import MxdiagError

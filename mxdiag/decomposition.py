@@ -24,9 +24,9 @@ from mxdiag.quantize.sums import (
     COUNT_FIELDS,
     DELTA_BINS,
     SUM_FIELDS,
-    TOKEN_FIELDS,
     Sums,
 )
+from mxdiag.quantize.token_sums import TokenSums
 
 if TYPE_CHECKING:
     from mxdiag.corrections import Correction
@@ -61,12 +61,15 @@ METRICS = (
     "top_token_share",
 )
 
+#: Squares below it have lost bits, or all of them: only float64 values below 2^-480 get there.
+_LEAST_ENERGY = 2.0**-960
+
 _SUM_AT = {name: i for i, name in enumerate(SUM_FIELDS)}
 _COUNT_AT = {name: i for i, name in enumerate(COUNT_FIELDS)}
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
-    known = denominator > 0 and math.isfinite(numerator) and math.isfinite(denominator)
+    known = denominator > _LEAST_ENERGY and math.isfinite(numerator) and math.isfinite(denominator)
     return numerator / denominator if known else None
 
 
@@ -75,41 +78,11 @@ def _decibels(ratio: float | None) -> float | None:
 
 
 @dataclass(slots=True)
-class TokenSums:
-    """Sums over tokens of per-token ratios. Tokens without error or without energy are left out."""
-
-    count: int = 0
-    sqnr_db: float = 0.0
-    recoverable: float = 0.0
-    top_energy: float = 0.0
-
-    @classmethod
-    def of(cls, tokens: np.ndarray) -> TokenSums:
-        """From [n_tokens, TOKEN_FIELDS] energies."""
-        columns = np.ascontiguousarray(tokens.T)
-        energy, error = (columns[TOKEN_FIELDS.index(name)] for name in ("x2", "e2"))
-        x2, e2, deadzone2 = columns.compress((energy > 0) & (error > 0), axis=1)
-        return cls(
-            count=len(x2),
-            sqnr_db=float(np.add.reduce(10 * np.log10(x2 / e2))),
-            recoverable=float(np.add.reduce(deadzone2 / e2)),
-            top_energy=float(np.maximum.reduce(energy, initial=0.0)),
-        )
-
-    def __add__(self, other: TokenSums) -> TokenSums:
-        return TokenSums(
-            self.count + other.count,
-            self.sqnr_db + other.sqnr_db,
-            self.recoverable + other.recoverable,
-            max(self.top_energy, other.top_energy),
-        )
-
-
-@dataclass(slots=True)
 class Decomposition:
     """Additive statistics of one operand under one scale rule, and what follows from them.
 
-    Every ratio is None where it is undefined: no element, no energy, or no error.
+    Every ratio is None where it is undefined: no element, no energy, no error, or float64 values so
+    small that their squares underflow (`underflows`).
     """
 
     scale_rule: str
@@ -190,9 +163,14 @@ class Decomposition:
             return "not_observed"
         if self.count("nonfinite_blocks") or not self._is_finite:
             return "nonfinite"
-        if self.sum("x2") == 0:
+        if self.sum("x2") == 0 and not self.underflows:
             return "zero"
-        return "ok" if self.sum("e2") > 0 else "exact"
+        return "ok" if self.sum("e2") > 0 or self.underflows else "exact"
+
+    @property
+    def underflows(self) -> bool:
+        """Whether the energy is too small for float64: x is not zero, but no ratio is known."""
+        return self.amax > 0 and self.sum("x2") < _LEAST_ENERGY
 
     @property
     def numel(self) -> int:
@@ -266,7 +244,7 @@ class Decomposition:
         """
         if self.numel == 0:
             return None
-        if not self._is_finite:  # float64 values whose squares overflow
+        if not self._is_finite or self.underflows:  # squares that float64 cannot hold
             return None
         parts = [self.sum(name) for name in ("scale2", "deadzone2", "grid2")]
         crosses = [2 * self.sum(name) for name in ("scale_grid", "scale_deadzone")]
@@ -320,7 +298,7 @@ class Decomposition:
     def rms(self) -> float | None:
         """Root mean square of x."""
         mean_square = _ratio(self.sum("x2"), self.count("counted"))
-        return None if mean_square is None else math.sqrt(mean_square)
+        return None if mean_square is None or self.underflows else math.sqrt(mean_square)
 
     @property
     def sqnr_db_token(self) -> float | None:

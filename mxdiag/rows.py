@@ -80,13 +80,16 @@ def correction_columns(decomposition: Decomposition) -> dict[str, float | None]:
         name = correction.name
         fields = zip(CORRECTION_FIELDS, decomposition.corrections[name], strict=True)
         values = {field: float(value) for field, value in fields}
-        error, defined = values["e2"], math.isfinite(values["e2"])
+        error = values["e2"]
+        defined = math.isfinite(error) and not decomposition.underflows
         columns[f"mse_ratio:{name}"] = decomposition.mse_ratio(name)
         columns[f"sqnr_db:{name}"] = (
             10 * math.log10(signal / error) if defined and error and signal else None
         )
         columns[f"underflow_frac:{name}"] = values["underflow"] / counted if counted else None
-        columns[f"gain:{name}"] = values["qx"] / signal if signal else None
+        columns[f"gain:{name}"] = (
+            values["qx"] / signal if signal and not decomposition.underflows else None
+        )
         columns[f"error_sum:{name}"] = values["e"]
         if correction.keeps_ideal and defined and error:
             dead, grid = (decomposition.sum(part) / error for part in ("deadzone2", "grid2"))

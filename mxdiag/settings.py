@@ -48,6 +48,7 @@ class ScanSettings:
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         choose_cells(self.operands, self.gemms)
         _one_of("scale-rule", self.scale_rule, tuple(SCALE_RULES))
         _one_of("device", self.device, DEVICES)
@@ -63,6 +64,29 @@ class ScanSettings:
     def as_dict(self) -> dict[str, Any]:
         """The options by name, for `run.json`."""
         return dataclasses.asdict(self)
+
+
+def check_types(settings: Any) -> None:
+    """Refuse options of a wrong type, by name.
+
+    Raises
+    ------
+    UsageError
+        If a field of the dataclass is not what its hint says.
+    """
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if not any(_has_type(value, kind) for kind in kinds):
+            raise UsageError(f"--{name.replace('_', '-')} cannot be {value!r}")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind; an integer is a float as well, True is no integer."""
+    if typing.get_origin(kind) is tuple:
+        item_kind = typing.get_args(kind)[0]
+        return type(value) is tuple and all(_has_type(item, item_kind) for item in value)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

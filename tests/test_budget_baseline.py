@@ -103,3 +103,71 @@ def test_change_rules_without_a_baseline_are_said_not_judged(tmp_path: Path) -> 
 def test_a_change_rule_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="matches no row of both runs"):
         judge(tmp_path, make_run([row("b")]), CHANGE, baseline=make_run([row("a")]))
+
+
+TOKENS = '[[change]]\nname = "c"\nbounds.sqnr_db_token.fall.absolute = 0.2\n'
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        (None, 20.0, "the baseline has no sqnr_db"),
+        (20.0, None, "no sqnr_db"),
+        (None, None, "the baseline has no sqnr_db"),
+    ],
+)
+def test_no_number_on_either_side_fails(
+    tmp_path: Path, before: float | None, after: float | None, found: str
+) -> None:
+    old, new = _pair(before, after)
+    (finding,) = judge(tmp_path, new, CHANGE, baseline=old).findings
+    assert (finding.rule, finding.level, finding.found) == ("c/sqnr_db/fall", "error", found)
+
+
+def test_a_metric_that_rows_never_have_fails_as_it_does_in_a_rule(tmp_path: Path) -> None:
+    """W has no tokens: a bound on per-token numbers that selects W is a mistake, not a pass."""
+    run = make_run([row("a"), row("a", operand="A")])
+    (finding,) = judge(tmp_path, run, TOKENS, baseline=run).findings
+    (plain,) = judge(tmp_path, run, rule("bounds.sqnr_db_token.min = 1")).findings
+    assert finding.operand == plain.operand == "W"
+
+
+def test_exact_and_zero_rows_explain_their_missing_numbers(tmp_path: Path) -> None:
+    text = '[[change]]\nname = "c"\nbounds.delta_mean.rise.absolute = 1.0\n'
+    text += "bounds.cos_scale_grid.rise.absolute = 1.0\n"
+    for kind in ("exact", "zero"):
+        run = make_run([row("a", kind)])
+        assert judge(tmp_path, run, CHANGE, baseline=run).passed, kind
+        assert judge(tmp_path, run, text, baseline=run).passed, kind
+
+
+@pytest.mark.parametrize(("before", "after"), [("normal", "zero"), ("zero", "normal")])
+def test_becoming_zero_or_no_longer_being_it_fails_unless_allowed(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    old, new = make_run([row("a", before)]), make_run([row("a", after)])
+    (finding,) = judge(tmp_path, new, CHANGE, baseline=old).findings
+    assert "no sqnr_db: the tensor is all zero" in finding.found
+    allowed = '[coverage]\nallow_zero = ["a"]\n' + CHANGE
+    (finding,) = judge(tmp_path, new, allowed, baseline=old).findings  # nothing is left to judge
+    assert "each of the 1 rows it selects is all zero" in finding.found
+    old, new = (make_run([row("a", kind), row("b")]) for kind in (before, after))
+    assert judge(tmp_path, new, allowed, baseline=old).passed
+
+
+def test_a_row_that_the_baseline_did_not_measure_is_said(tmp_path: Path) -> None:
+    for kind in ("unseen", "nan"):
+        old = make_run([row("a"), row("a", kind, operand="A")])
+        new = make_run([row("a"), row("a", operand="A")])
+        verdict = judge(tmp_path, new, CHANGE, baseline=old)
+        assert verdict.passed
+        assert "1 rows were not measured in the baseline; only rules judge them" in verdict.notes
+
+
+def test_a_correction_that_one_run_did_not_evaluate_is_an_error(tmp_path: Path) -> None:
+    text = '[[change]]\nname = "c"\nbounds."mse_ratio:mbs".rise.absolute = 0.1\n'
+    full, bare = make_run([row("a")]), make_run([row("a", ratios={})], corrections={})
+    assert judge(tmp_path, full, text, baseline=full).passed
+    for new, old, which in ((full, bare, "the baseline"), (bare, full, "the run")):
+        with pytest.raises(BudgetError, match=f"'mbs', which {which} did not evaluate"):
+            judge(tmp_path, new, text, baseline=old)

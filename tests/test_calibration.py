@@ -98,3 +98,30 @@ def test_records_are_checked_against_the_model():
     check_records([silent], 9, gradients=False)
     with pytest.raises(CalibrationError, match="all labels are -100"):
         check_records([silent], 9, gradients=True)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    line = json.dumps({"text": "abc"})
+    for name in ("calib.jsonl", "calib.txt"):
+        content = line if name.endswith("jsonl") else "abc"
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        plain = read_records(tmp_path / name, tokenizer)
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert read_records(tmp_path / name, tokenizer) == plain
+
+
+@pytest.mark.parametrize(
+    ("encoding", "match"),
+    [
+        ("utf-16", "not UTF-8 text but UTF-16"),
+        ("utf-16-le", "holds NUL characters"),
+        ("latin-1", "is not UTF-8 text$|is not UTF-8 text\\."),
+    ],
+)
+@pytest.mark.parametrize("name", ["calib.jsonl", "calib.txt"])
+def test_other_encodings_are_named(tmp_path, name, encoding, match):
+    text = '{"text": "abc"}' if encoding == "utf-16-le" else '{"text": "abcé"}'
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    with pytest.raises(CalibrationError, match=match) as caught:
+        read_records(tmp_path / name, tokenizer)
+    assert "saved as UTF-8" in str(caught.value)

@@ -170,3 +170,24 @@ def test_metrics_are_the_contract_in_order():
 def test_scale_rules_do_not_mix():
     with pytest.raises(ValueError, match="cannot add"):
         Decomposition.empty("rceil") + Decomposition.empty("floor")
+
+
+@pytest.mark.parametrize("magnitude", [1e-200, 1e-158, 1e-310])
+def test_energies_that_underflow_are_unknown_not_zero(magnitude):
+    """Squares of such float64 values are no numbers; what is counted still is."""
+    x = normal(8, 64).astype(np.float64)
+    d, tiny = decompose(x), decompose(x * magnitude)
+    assert (tiny.status, tiny.underflows, d.underflows) == ("ok", True, False)
+    assert tiny.amax == np.abs(x * magnitude).max()
+    assert tiny.underflow_frac == 1.0
+    for name in ("sqnr_db", "rel_mse", "reducible", "rms", "gain", "closure_residual"):
+        assert getattr(tiny, name) is None, name
+    if magnitude > 1e-300:  # there the elements themselves have all their bits
+        assert tiny.deadzone_frac == d.deadzone_frac
+    assert (d + tiny).sqnr_db == pytest.approx(d.sqnr_db)
+
+
+def test_energies_just_above_underflow_are_known():
+    d = decompose(normal(8, 64).astype(np.float64) * 2.0**-470)
+    assert d.sqnr_db == 0.0  # everything is far below the least scale and becomes zero
+    assert abs(d.closure_residual) <= CLOSURE["reference"]

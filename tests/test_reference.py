@@ -10,9 +10,10 @@ import pytest
 import torch
 from edge_cases import ELEMENT_CASES, RULES, SCALE_CASES
 
+from mxdiag.corrections import parse_corrections
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import E2M1, E4M3, MXFP4, MXFP8, SCALE_RULES
-from mxdiag.quantize import dispatch, reference
+from mxdiag.quantize import corrections_reference, dispatch, reference
 from mxdiag.quantize.sums import COUNT_FIELDS, SUM_FIELDS
 
 
@@ -245,3 +246,55 @@ def test_refuses_what_it_cannot_block():
 def test_edge_case_reasons_are_unique():
     reasons = [case.reason for case in edge_cases.SCALE_CASES]
     assert len(set(reasons)) == len(reasons)
+
+
+def subnormal_range(dtype: torch.dtype) -> torch.Tensor:
+    """Every order of magnitude down to the least subnormal of the dtype."""
+    least = {torch.float16: -24, torch.bfloat16: -133, torch.float32: -149}[dtype]
+    rng = np.random.default_rng(5)
+    values = rng.standard_normal((64, 64)) * 2.0 ** (least + rng.integers(0, 30, (64, 1)))
+    return torch.tensor(values).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_flushing_subnormals_changes_nothing(dtype):
+    """torch.set_flush_denormal is the caller's, and reaches every conversion on the thread."""
+    x = subnormal_range(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+
+    def results():
+        return (
+            reference.quantize_dequantize(x).view(bits),
+            reference.inject(x, frozenset({"grid"})).view(bits),
+            reference.encode(x).codes,
+            torch.from_numpy(reference.measure(x[:, :, None]).sums),
+            torch.from_numpy(
+                corrections_reference.evaluate(x[:, :, None], "rceil", parse_corrections("bf16"))[
+                    "bf16"
+                ]
+            ),
+        )
+
+    want = results()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals to zero")
+    try:
+        found = results()
+    finally:
+        torch.set_flush_denormal(False)
+    for one, other in zip(want, found, strict=True):
+        assert torch.equal(one, other)
+    assert want[3][0] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_conversions_by_bits_are_torchs_own(dtype):
+    x = torch.cat(
+        [subnormal_range(dtype).flatten(), torch.tensor([0.0, -0.0, 1.0, -3.5]).to(dtype)]
+    )
+    wide = reference.to_float64(x)
+    assert torch.equal(wide, x.to(torch.float64))
+    assert torch.equal(torch.signbit(wide), torch.signbit(x))
+    back = reference.round_once(wide, dtype)
+    assert torch.equal(back, x)
+    assert torch.equal(torch.signbit(back), torch.signbit(x))

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxdiag.analyze.scanning import own_calibration, resolve, scan, scan_settings
+from mxdiag.analyze.scanning import (
+    check_loss,
+    check_model,
+    own_calibration,
+    resolve,
+    scan,
+    scan_settings,
+)
+from mxdiag.collect.calibration import listed
 from mxdiag.errors import UsageError
 from mxdiag.progress import QUIET, Progress
 from mxdiag.run import Run, strict
@@ -44,7 +52,7 @@ def impact_settings(config: Path | None, options: Mapping[str, Any]) -> ImpactSe
         value = options[name]
         if value is None:
             continue
-        if name in ("passes", "configs", "operands"):
+        if name in ("passes", "configs", "operands") and isinstance(value, (str, list, tuple)):
             value = split_names(value)
         chosen[name] = tuple(value) if isinstance(value, list) else value
     return ImpactSettings(scan=scan_settings(config, shared), **chosen)
@@ -91,14 +99,19 @@ def impact(
     """
     from mxdiag.injection.command import Extras, measure_all
     from mxdiag.injection.configurations import configurations
+    from mxdiag.injection.settings import ImpactSettings
 
     if settings is None:
         settings = impact_settings(None, options)
     elif options:
         raise UsageError("give either settings or options, not both")
+    if not isinstance(settings, ImpactSettings):
+        raise UsageError(f"settings cannot be of type {type(settings).__name__}")
     extras = Extras() if extras is None else extras
     configurations(settings)  # bad names are told before anything is loaded
     extras.check()
+    check_model(model)
+    check_loss(loss)
     source = str(model) if isinstance(model, (str, Path)) else type(model).__name__
     if run is not None and run.data["model"].get("source") != source:
         raise UsageError(
@@ -110,9 +123,9 @@ def impact(
     if isinstance(model, (str, Path)):
         kind = resolve(str(model))[1]
         calibration = own_calibration(kind) if calibration is None else calibration
+    calibration = listed(calibration)
     if calibration is None:
         raise UsageError("no calibration was given", advice="Pass calibration=records")
-    calibration = calibration if isinstance(calibration, (str, Path)) else list(calibration)
     if run is None:
         run = scan(
             model,

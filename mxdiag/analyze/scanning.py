@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mxdiag import __version__
 from mxdiag.analyze.runs import recommend
+from mxdiag.collect.calibration import listed
 from mxdiag.corrections import Correction, parse_corrections
 from mxdiag.environment import run_environment
 from mxdiag.errors import MxdiagError, UsageError
@@ -31,6 +33,7 @@ UNMEASURED_BY_DESIGN = (
     "convolutions",
 )
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+_MODELS = "Give a local folder, a .safetensors file, a hub id, sample:dense or sample:moe"
 _NAME_LISTS = ("operands", "gemms", "corrections")
 
 
@@ -51,11 +54,13 @@ def scan_settings(config: Path | None, options: Mapping[str, Any]) -> ScanSettin
             )
         if value is None or value == []:
             continue
-        if name in _NAME_LISTS:
+        if name in _NAME_LISTS and isinstance(value, (str, list, tuple)):
             value = split_names(value)
+        elif name in ("include", "exclude") and isinstance(value, str):
+            value = (value,)
         elif isinstance(value, list):
             value = tuple(value)
-        chosen[name] = value
+        chosen[name] = str(value) if isinstance(value, Path) else value
     return ScanSettings(**chosen)
 
 
@@ -112,6 +117,11 @@ def scan(
         settings = scan_settings(None, options)
     elif options:
         raise UsageError("give either settings or options, not both")
+    if not isinstance(settings, ScanSettings):
+        raise UsageError(f"settings cannot be of type {type(settings).__name__}")
+    check_model(model)
+    check_loss(loss)
+    calibration = listed(calibration)
     corrections = chosen_corrections(settings)
     if first_use(settings.backend):
         progress.note("compiling the CPU kernels (first use; they are cached)")
@@ -144,6 +154,38 @@ def scan(
     return run
 
 
+def check_model(model: object) -> None:
+    """Refuse what is neither a name nor a torch module.
+
+    Raises
+    ------
+    UsageError
+        If it is anything else.
+    """
+    torch = sys.modules.get("torch")
+    if isinstance(model, (str, Path)) or (torch and isinstance(model, torch.nn.Module)):
+        return
+    kind = f"of type {type(model).__name__}"
+    if isinstance(model, type):
+        kind = f"the class {model.__name__}, only an instance"
+    raise UsageError(f"the model cannot be {kind}", advice=f"{_MODELS}, or a torch module")
+
+
+def check_loss(loss: object) -> None:
+    """Refuse a loss that cannot be called.
+
+    Raises
+    ------
+    UsageError
+        If it is no function.
+    """
+    if loss is not None and not callable(loss):
+        raise UsageError(
+            f"the loss cannot be of type {type(loss).__name__}",
+            advice="Pass a function loss(output, batch) -> scalar tensor",
+        )
+
+
 def chosen_corrections(settings: ScanSettings) -> tuple[Correction, ...]:
     """The corrections that the settings ask for, the sweep's after the others."""
     names = list(settings.corrections)
@@ -152,6 +194,8 @@ def chosen_corrections(settings: ScanSettings) -> tuple[Correction, ...]:
 
 def resolve(model: str) -> tuple[str, str]:
     """Path or hub id, and the kind of source."""
+    if not model.strip():
+        raise UsageError("the model's name is empty", advice=_MODELS)
     if model.startswith(PREFIX):
         return str(sample_path(model)), "sample"
     if _exists(model):
@@ -161,7 +205,7 @@ def resolve(model: str) -> tuple[str, str]:
     raise MxdiagError(
         "no such file or folder",
         where=model,
-        advice="Give a local folder, a .safetensors file, a hub id, sample:dense or sample:moe",
+        advice=_MODELS,
     )
 
 
@@ -219,11 +263,20 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 
 def _warnings(measurements: Iterable[Measurement]) -> list[str]:
     """What a reader must know before trusting a row."""
-    nonfinite = [m for m in measurements if m.decomposition.status == "nonfinite"]
-    if not nonfinite:
-        return []
-    first = nonfinite[0]
+    measurements = list(measurements)
+    notes = {
+        "hold NaN or infinite values": (
+            [m for m in measurements if m.decomposition.status == "nonfinite"],
+            "their numbers leave those blocks out",
+        ),
+        "hold float64 values whose squares underflow": (
+            [m for m in measurements if m.decomposition.underflows],
+            "their energies and shares are unknown",
+        ),
+    }
     return [
-        f"{len(nonfinite)} rows hold NaN or infinite values, the first is {first.linear.layer} "
-        f"({first.cell.operand}·{first.cell.gemm}): their numbers leave those blocks out"
+        f"{len(rows)} rows {what}, the first is {rows[0].linear.layer} "
+        f"({rows[0].cell.operand}·{rows[0].cell.gemm}): {so}"
+        for what, (rows, so) in notes.items()
+        if rows
     ]

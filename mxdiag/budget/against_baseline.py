@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mxdiag.budget.measures import UNMEASURED, Exact, Row, Subject, Value, measure
 from mxdiag.budget.model import (
     MORE_IS_BETTER,
+    RATIO,
     Allowance,
     Budget,
     ChangeLimit,
@@ -55,7 +56,8 @@ def judge(verdict: Verdict, subject: Subject, baseline: Run, budget: Budget) -> 
     Raises
     ------
     BudgetError
-        If a `[[change]]` rule matches no row that both runs have.
+        If a `[[change]]` rule matches no row that both runs have, or bounds a correction that one
+        of them did not evaluate.
     """
     run = subject.run
     now = {key_of(row): row for row in run.tensors}
@@ -65,11 +67,37 @@ def judge(verdict: Verdict, subject: Subject, baseline: Run, budget: Budget) -> 
     pairs = [(before[key], row) for key, row in now.items() if key in before]
     pairs = [(old, new) for old, new in pairs if new["status"] not in UNMEASURED]
     for rule in budget.changes or (DEFAULT_CHANGES if pairs else ()):
+        _require_corrections(rule, {"the run": run, "the baseline": baseline}, budget)
         verdict.checks += _judge_change(rule, pairs, budget)
-    appeared = len({row["layer"] for row in now.values()} - {key[0] for key in before})
-    if appeared:
-        verdict.notes.append(f"{appeared} layers are not in the baseline; only rules judge them")
+    verdict.notes += _notes(now, before)
     verdict.hints += _hints(budget, subject, before)
+
+
+def _notes(now: Mapping[Key, Row], before: Mapping[Key, Row]) -> Iterator[str]:
+    """What the baseline cannot judge: whole layers, and single rows of layers that it has."""
+    known = {key[0] for key in before}
+    appeared = len({key[0] for key in now} - known)
+    if appeared:
+        yield f"{appeared} layers are not in the baseline; only rules judge them"
+    rows = sum(
+        key not in before and key[0] in known and row["status"] not in UNMEASURED
+        for key, row in now.items()
+    )
+    if rows:
+        yield f"{rows} rows were not measured in the baseline; only rules judge them"
+
+
+def _require_corrections(rule: ChangeRule, runs: Mapping[str, Run], budget: Budget) -> None:
+    for limit in rule.limits:
+        name = limit.metric.removeprefix(RATIO)
+        for which, run in runs.items():
+            if limit.metric.startswith(RATIO) and name not in run.corrections:
+                raise BudgetError(
+                    f"rule {rule.name!r} needs the correction {name!r}, which {which} did not "
+                    "evaluate",
+                    where=f"{budget.path}:{limit.line}",
+                    advice=f"It evaluated {', '.join(run.corrections) or 'none'}",
+                )
 
 
 def _settings_check(run: Run, baseline: Run, budget: Budget) -> Check:
@@ -123,6 +151,7 @@ def _judge_change(
             f"rule {rule.name!r} matches no row of both runs: {rule.selection}",
             where=f"{budget.path}:{rule.line}",
         )
+    judged = [pair for pair in selected if not _explained_zero(pair, budget)]
     checks = []
     for limit in rule.limits:
         for word, allowance in (("fall", limit.fall), ("rise", limit.rise)):
@@ -131,27 +160,52 @@ def _judge_change(
             check_id = f"{rule.name}/{limit.metric}/{word}"
             found = [
                 finding
-                for old, new in selected
+                for old, new in judged
                 if (finding := _moved(rule, limit, word, allowance, old, new)) is not None
             ]
+            if not judged:
+                found = [_vacuous(rule, limit, check_id, len(selected))]
             what = (
                 f"{limit.metric} may {word} by {number(limit.metric, allowance.absolute)} or "
                 f"{allowance.relative:.3g} of the baseline's, for {rule.selection}"
             )
-            checks.append(
-                Check(check_id, rule.level, what, limit.line, len(selected), tuple(found))
-            )
+            checks.append(Check(check_id, rule.level, what, limit.line, len(judged), tuple(found)))
     return checks
+
+
+def _vacuous(rule: ChangeRule, limit: ChangeLimit, check_id: str, selected: int) -> Finding:
+    return Finding(
+        check_id,
+        rule.level,
+        f"a row with {limit.metric}",
+        f"each of the {selected} rows it selects is all zero, here or in the baseline",
+        limit.line,
+        metric=limit.metric,
+        severity=math.inf,
+    )
+
+
+def _explained_zero(pair: tuple[Row, Row], budget: Budget) -> bool:
+    """Whether a row is all zero in either run, and the budget allows it to be."""
+    return any(row["status"] == "zero" for row in pair) and budget.coverage.allow_zero.match(
+        pair[1]["layer"]
+    )
 
 
 def _moved(
     rule: ChangeRule, limit: ChangeLimit, word: str, allowance: Allowance, old: Row, new: Row
 ) -> Finding | None:
-    """The finding if a metric moved further than it may, None if it did not."""
+    """The finding if a metric moved further than it may, None if it did not.
+
+    No number on either side is a finding, unless both rows lack it because both are exact, or both
+    all zero: that is no change.
+    """
     metric = limit.metric
     before, after = measure(old, metric), measure(new, metric)
-    if before is None:
-        return None  # nothing to compare with; the rules that bound values judge the row
+    if before is None or after is None:
+        if before is after and old["status"] == new["status"] in ("exact", "zero"):
+            return None
+        return _change_finding(rule, limit, word, (before, None, after), (old, new))
     sign = 1 if word == "rise" else -1
     if isinstance(before, float) and isinstance(after, float):
         moved = sign * (after - before)
@@ -163,7 +217,7 @@ def _moved(
     ):
         return None
     edge = before + sign * allowance.permitted(before) if isinstance(before, float) else None
-    return _change_finding(rule, limit, word, (before, edge, after), new)
+    return _change_finding(rule, limit, word, (before, edge, after), (old, new))
 
 
 def _change_finding(
@@ -171,34 +225,59 @@ def _change_finding(
     limit: ChangeLimit,
     word: str,
     values: tuple[Value, float | None, Value],
-    row: Row,
+    rows: tuple[Row, Row],
 ) -> Finding:
-    before, edge, after = values
+    _, edge, after = values
     metric, found = limit.metric, after if isinstance(after, float) else None
-    expected, words = "exact as in the baseline", f"no {metric}"
-    if edge is not None and isinstance(before, float):
-        texts = apart(metric, edge, edge if found is None else found)
-        side = "at least" if word == "fall" else "at most"
-        expected = f"{side} {texts[0]} (baseline {number(metric, before)})"
-        words = texts[1] if found is not None else words
-    elif found is not None:
-        words = number(metric, found)
-    infinite = found is None or edge is None
+    expected, words = _change_words(limit, word, values, rows)
+    new, infinite = rows[1], found is None or edge is None
     return Finding(
         f"{rule.name}/{metric}/{word}",
         rule.level,
         expected,
         words,
         limit.line,
-        layer=row["layer"],
-        role=row.get("role"),
-        operand=row["operand"],
-        gemm=row["gemm"],
+        layer=new["layer"],
+        role=new.get("role"),
+        operand=new["operand"],
+        gemm=new["gemm"],
         metric=metric,
         bound=edge,
         value=found,
         severity=math.inf if infinite else severity(metric, edge or 0.0, found or 0.0),
     )
+
+
+def _change_words(
+    limit: ChangeLimit,
+    word: str,
+    values: tuple[Value, float | None, Value],
+    rows: tuple[Row, Row],
+) -> tuple[str, str]:
+    """What was expected, and what was found."""
+    before, edge, after = values
+    metric = limit.metric
+    if before is None:
+        return (
+            f"a baseline's {metric} to compare with",
+            f"the baseline has {_lack(metric, rows[0])}",
+        )
+    words = _lack(metric, rows[1]) if after is None else "no error at all"
+    if isinstance(after, float):
+        words = number(metric, after)
+    if isinstance(before, Exact):
+        return "exact as in the baseline", words
+    if edge is None:
+        return f"a number (baseline {number(metric, before)})", words
+    texts = apart(metric, edge, after if isinstance(after, float) else edge)
+    side = "at least" if word == "fall" else "at most"
+    expected = f"{side} {texts[0]} (baseline {number(metric, before)})"
+    return expected, texts[1] if isinstance(after, float) else words
+
+
+def _lack(metric: str, row: Row) -> str:
+    why = {"zero": ": the tensor is all zero", "exact": ": the tensor is exact"}
+    return f"no {metric}{why.get(row['status'], '')}"
 
 
 def _hints(budget: Budget, subject: Subject, before: Mapping[Key, Row]) -> list[str]:

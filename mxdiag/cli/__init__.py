@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from mxdiag import __version__
 from mxdiag.cli import machine, runs
 from mxdiag.cli.impact import impact
-from mxdiag.cli.output import complain, prepare_streams, quiet_stdout
+from mxdiag.cli.output import complain, prepare_streams, quiet_stdout, was_interrupted
 from mxdiag.cli.scan import scan
 from mxdiag.errors import MxdiagError
 
@@ -58,29 +59,43 @@ def _options(
     """Options of every command. `main` takes --debug out of the arguments before they get here."""
 
 
+def stop() -> NoReturn:
+    """Say that it was interrupted, and exit; a second Ctrl-C changes nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    complain("interrupted")
+    sys.exit(EXIT_INTERRUPT)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 over budget, 2 usage or input error, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    prepare_streams()
     try:
+        prepare_streams()
         app(arguments, prog_name="mxdiag")
     except MxdiagError as error:
         if debug:
             raise
+        if was_interrupted():  # and some library reported it as an error of the model
+            stop()
         complain(f"error: {error}")
         sys.exit(EXIT_USAGE)
     except KeyboardInterrupt:
         if debug:
             raise
-        complain("interrupted")
-        sys.exit(EXIT_INTERRUPT)
+        stop()
+    except SystemExit as end:
+        if end.code == EXIT_INTERRUPT:  # typer's own answer to Ctrl-C, without a word
+            stop()
+        raise
     except BrokenPipeError:
         quiet_stdout()
     except Exception as error:  # a fault of mxdiag's own: 1 would read as "over budget"
         if debug:
             raise
+        if was_interrupted():
+            stop()
         text = " ".join(f"{type(error).__name__}: {error}".split())
         complain(f"error: mxdiag failed: {text[:300]}. Run it with --debug, and report it.")
         sys.exit(EXIT_USAGE)

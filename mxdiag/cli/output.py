@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,13 +25,18 @@ _interrupts: list[int] = []
 
 
 def prepare_streams() -> None:
-    """Streams that can be written to whatever they are, and a Ctrl-C that is not lost."""
+    """Streams that can be written to whatever they are, a terminal's width that is one, and a
+    Ctrl-C that is not lost."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+    for name in ("COLUMNS", "LINES"):  # else the terminal is asked
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", os.environ.get(name, "")):
+            os.environ.pop(name, None)
 
     def interrupt(number: int, _frame: object) -> None:
         _interrupts.append(number)
@@ -40,9 +46,14 @@ def prepare_streams() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
+def was_interrupted() -> bool:
+    """Whether there was a Ctrl-C, swallowed or not."""
+    return bool(_interrupts)
+
+
 def check_interrupted() -> None:
     """Raise the Ctrl-C that somebody swallowed, before anything is written."""
-    if _interrupts:
+    if was_interrupted():
         raise KeyboardInterrupt
 
 

@@ -149,7 +149,8 @@ def _own_batch(item: Any, model: nn.Module) -> Batch:
 
 def _to_device(item: Any, device: torch.device) -> Any:
     if isinstance(item, Tensor):
-        return item.to(device)
+        moved = item.to(device)
+        return moved.clone() if moved.is_inference() else moved
     if isinstance(item, Mapping):
         return {key: _to_device(value, device) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
@@ -190,7 +191,21 @@ def language_loss(logits: Tensor, batch: Batch, task: str, tokens: int) -> Tenso
 @contextmanager
 def evaluating(model: nn.Module, seed: int) -> Iterator[None]:
     """Evaluation mode and a seeded generator for a block; every module's mode and the generators'
-    state are put back."""
+    state are put back.
+
+    Raises
+    ------
+    ModelError
+        If a parameter is an inference tensor: no gradient can ever be asked of it.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ModelError(
+                "the parameter was made under torch.inference_mode(), so it cannot be followed",
+                where=name,
+                advice="Build or load the model outside of it, or scan its weights alone: "
+                "operands='W'",
+            )
     modes = [(module, module.training) for module in model.modules()]
     devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
     with torch.random.fork_rng(devices=devices):

@@ -8,6 +8,7 @@ Hugging Face: -100 is not predicted.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,57 @@ class Record:
         )
 
 
+def listed(calibration: Any) -> str | Path | list[Any] | None:
+    """A calibration that can be read twice: a file's path, or a list of records or batches.
+
+    Raises
+    ------
+    CalibrationError
+        If it is neither a path nor holds items, or is a single item itself.
+    """
+    if calibration is None or isinstance(calibration, (str, Path)):
+        return calibration
+    advice = "Pass a file, or a list of records or of the model's inputs"
+    if isinstance(calibration, (Mapping, Record, bytes)):
+        raise CalibrationError(
+            f"the calibration is a single {type(calibration).__name__}", advice=advice
+        )
+    try:
+        items = iter(calibration)
+    except TypeError:
+        raise CalibrationError(
+            f"the calibration cannot be of type {type(calibration).__name__}", advice=advice
+        ) from None
+    return list(items)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise CalibrationError(
+            f"cannot read the calibration file: {error.strerror or error}", where=path
+        ) from None
+    except UnicodeDecodeError as error:
+        marked = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        raise CalibrationError(
+            f"the calibration file is not UTF-8 text{' but UTF-16' if marked else ''}",
+            where=path,
+            advice="Give JSONL records or plain text, saved as UTF-8",
+        ) from None
+    if "\0" in text:  # what UTF-16 or UTF-32 without its mark reads as
+        raise CalibrationError(
+            "the calibration file holds NUL characters: it is no UTF-8 text",
+            where=path,
+            advice="Give JSONL records or plain text, saved as UTF-8",
+        )
+    if not text.strip():
+        raise CalibrationError(
+            "the calibration file is empty", where=path, advice=f"Write records with {_SHAPES}"
+        )
+    return text
+
+
 def read_records(
     path: Path, tokenizer: Any, *, seq_len: int = 512, samples: int | None = None
 ) -> list[Record]:
@@ -66,22 +118,7 @@ def read_records(
     CalibrationError
         If the file cannot be read, is empty, or holds a record that makes no sense.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CalibrationError(
-            f"cannot read the calibration file: {error.strerror or error}", where=path
-        ) from None
-    except UnicodeDecodeError:
-        raise CalibrationError(
-            "the calibration file is not UTF-8 text",
-            where=path,
-            advice="Give JSONL records or plain text",
-        ) from None
-    if not text.strip():
-        raise CalibrationError(
-            "the calibration file is empty", where=path, advice=f"Write records with {_SHAPES}"
-        )
+    text = _text_of(path)
     if path.suffix == ".jsonl":
         records = _jsonl_records(text, path, tokenizer)
     else:

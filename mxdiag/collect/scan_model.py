@@ -29,6 +29,7 @@ from mxdiag.collect.batches import (
     position_limit,
     run_batch,
 )
+from mxdiag.collect.calibration import listed
 from mxdiag.collect.loading import LoadedModel, TokenizerOnDemand, load_model
 from mxdiag.collect.model import Inventory, LiveLinear, model_inventory
 from mxdiag.collect.offload import input_device
@@ -156,6 +157,7 @@ class Request:
         return any(cell.operand == operand for cell in self.cells)
 
 
+@torch.inference_mode(False)  # the caller's mode would make every tensor an inference tensor
 def load(
     source: str, settings: ScanSettings, progress: Progress
 ) -> tuple[LoadedModel, TokenizerOnDemand]:
@@ -203,6 +205,7 @@ def load_and_scan(source: str, request: Request) -> Measured:
     return measured
 
 
+@torch.inference_mode(False)
 def scan_module(
     model: nn.Module, tokenizer: Any, request: Request, *, absent: Sequence[str] = ()
 ) -> Measured:
@@ -216,8 +219,7 @@ def scan_module(
         If it has no linear layer, or does not run on the calibration.
     """
     settings = request.settings
-    if request.calibration is not None and not isinstance(request.calibration, (str, Path)):
-        request = replace(request, calibration=list(request.calibration))
+    request = replace(request, calibration=listed(request.calibration))
     inventory = model_inventory(model, settings.include, settings.exclude, absent)
     accumulator = Accumulator(inventory, request.cells, settings, request.corrections)
     tap = Tap(model, accumulator, gradients="activations")
@@ -260,6 +262,8 @@ def _why_none(inventory: Inventory) -> str:
         first = inventory.unsupported[0]
         count = len(inventory.unsupported)
         return f"{count} weights are unsupported, such as {first.name}: {first.rule}"
+    if not inventory.parameters:
+        return "It has no parameters at all: give the model that holds the weights"
     return "See --include: output heads, embeddings and routers are left out by default"
 
 

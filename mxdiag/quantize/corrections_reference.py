@@ -33,9 +33,11 @@ from mxdiag.quantize.reference import (
     check_tensor,
     decode_scale,
     from_blocks,
+    round_once,
     round_to_element,
     shared_scale_codes,
     to_blocks,
+    to_float64,
 )
 from mxdiag.quantize.sums import CORRECTION_FIELDS
 
@@ -208,7 +210,7 @@ def _mxfp8(
 
 def _bf16(rows: torch.Tensor, spec: specs.Bf16, rule: ScaleRule, context: Context) -> torch.Tensor:
     top = torch.finfo(torch.bfloat16).max
-    return rows.to(torch.float32).clamp(-top, top).to(torch.bfloat16).to(torch.float64)
+    return to_float64(round_once(rows.clamp(-top, top), torch.bfloat16))
 
 
 def _block2d(

@@ -1,33 +1,34 @@
 """Chooses the backend for an array and brings the array into the backends' canonical form.
 
-Accepts numpy arrays (float16, float32, float64, ml_dtypes.bfloat16) and torch tensors. torch is
-imported only where a torch tensor arrives or the reference is asked for: streaming a checkpoint
-stays off it.
+Accepts numpy arrays (float16, float32, float64, ml_dtypes.bfloat16), torch tensors, and lists of
+numbers, which are read as numpy reads them. torch is imported only where a torch tensor arrives or
+the reference is asked for: streaming a checkpoint stays off it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import ScaleRule, scale_rule
+from mxdiag.quantize.correction_base import Correction
 from mxdiag.quantize.sums import Sums
 
 if TYPE_CHECKING:
     import torch
 
-    from mxdiag.corrections import Correction
-
     Array = np.ndarray | torch.Tensor
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_KINDS = "Pass a numpy array or a torch tensor of float16, bfloat16, float32 or float64 values"
 _KERNEL_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16)
 
 
@@ -35,6 +36,51 @@ def is_torch(x: object) -> TypeGuard[torch.Tensor]:
     """Whether x is a torch tensor, found out without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+def accepted(x: object) -> Array:
+    """x as a dense array or tensor whose values are here; what numpy reads becomes a numpy array.
+
+    Raises
+    ------
+    TensorError
+        If it is none: sparse, nested, masked, quantized, on the meta device, or no array at all.
+    """
+    if is_torch(x):
+        return _dense(x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise TensorError("cannot quantize a masked array", advice="Pass x.filled(0.0)")
+    if not isinstance(x, np.ndarray):
+        x = _read(x)
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def _read(x: object) -> np.ndarray:
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError, RuntimeError) as error:
+        text = str(error).partition(". ")[0]
+        raise TensorError(f"cannot read a {type(x).__name__}: {text}", advice=_KINDS) from None
+    if array.dtype.kind in "OSUVM":
+        raise TensorError(f"cannot quantize a {type(x).__name__}", advice=_KINDS)
+    return array.astype(np.float64) if array.dtype.kind in "iu" else array
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    what = advice = None
+    if x.is_nested:
+        what, advice = "a nested tensor", "Pass its tensors one by one"
+    elif x.layout != torch.strided:
+        what, advice = f"a {str(x.layout).removeprefix('torch.')} tensor", "Pass x.to_dense()"
+    elif x.is_quantized:
+        what, advice = f"a tensor that is already {x.dtype}", "Pass x.dequantize()"
+    elif x.device.type == "meta":
+        what, advice = "a tensor on the meta device: it holds no values", "Load its values first"
+    if what is not None:
+        raise TensorError(f"cannot quantize {what}", advice=advice)
+    return x.resolve_neg()
 
 
 def to_numpy(x: Array) -> np.ndarray:
@@ -46,8 +92,19 @@ def to_numpy(x: Array) -> np.ndarray:
     if x.requires_grad or not x.is_cpu:
         x = x.detach().cpu()
     if x.dtype == torch.bfloat16:
-        return x.view(torch.uint16).numpy().view(_BFLOAT16)
-    return x.numpy()
+        return _values(x.view(torch.uint16)).view(_BFLOAT16)
+    return _values(x)
+
+
+def _values(x: torch.Tensor) -> np.ndarray:
+    try:
+        return x.numpy()
+    except (RuntimeError, TypeError) as error:  # a subclass that stands for other values
+        text = str(error).partition(". ")[0]
+        raise TensorError(
+            f"cannot read the values of a {type(x).__name__}: {text}",
+            advice="Pass a plain tensor",
+        ) from None
 
 
 def to_torch(x: Array) -> torch.Tensor:
@@ -107,6 +164,9 @@ def canonical(x: Array, axis: int) -> Array:
     shape = tuple(x.shape)
     if not shape:
         raise TensorError("cannot block a 0-dimensional tensor", advice="Pass at least one axis")
+    if not isinstance(axis, SupportsIndex):
+        raise TensorError(f"axis must be an integer, not {axis!r}")
+    axis = operator.index(axis)
     if not -len(shape) <= axis < len(shape):
         raise TensorError(
             f"axis {axis} is out of range for shape {list(shape)}",
@@ -154,6 +214,13 @@ def measure(
         The whole tensor's largest absolute value where x is a piece of it: formats with a
         per-tensor scale need it. Taken from x if None.
     """
+    x = accepted(x)
+    for correction in corrections:
+        if not isinstance(correction, Correction):
+            raise UsageError(
+                f"{correction!r} is no correction",
+                advice="Pass mxdiag.corrections.parse_corrections('mbs,of')",
+            )
     if tokens and len(x.shape) != 2:
         raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
     rule, chosen = scale_rule(rule), choose_backend(x, backend)
@@ -187,6 +254,7 @@ def first_use(backend: str) -> bool:
 
 def _written(x: Array, axis: int, backend: str, entry: str, *args: Any) -> Array:
     """Run a writing entry point and give back an array of x's kind, shape and dtype."""
+    x = accepted(x)
     chosen, shape = choose_backend(x, backend), tuple(x.shape)
     blocks = canonical(x, axis)
     if chosen == "cpu":
@@ -213,7 +281,8 @@ def quantize_dequantize(
     Parameters
     ----------
     x
-        numpy array or torch tensor of at least one axis: float16, bfloat16, float32 or float64.
+        numpy array or torch tensor of at least one axis: float16, bfloat16, float32 or float64; or
+        a list of numbers, which becomes a numpy array.
     axis
         The axis that is contracted in the GEMM: blocks run along it.
     scale_rule

@@ -8,6 +8,8 @@ Exactness: a float32 amax m and element x make 6x and every threshold times m ex
 the ideal scale's rounding decisions, taken on fl(6x / m), are those of exact arithmetic: two such
 numbers that differ do so by more than one part in 2^52.
 
+No result depends on `torch.set_flush_denormal`: subnormal inputs and outputs pass as bits.
+
 Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
 """
 
@@ -34,8 +36,10 @@ from mxdiag.quantize.sums import DELTA_BINS, Sums
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Explicit mantissa bits and least normal exponent of the 16-bit types.
-_PRECISIONS = {torch.bfloat16: (7, -126), torch.float16: (10, -14)}
+#: Explicit mantissa bits and least normal exponent of the narrow types.
+_PRECISIONS = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
+#: Integers of the same width. float64 needs none: no sum can tell 2^-1022 from 0.
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 #: The error components that can be injected; all three together are e = Q(x) - x.
 COMPONENTS = ("scale", "deadzone", "grid")
@@ -82,10 +86,35 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TensorError("cannot block a 0-dimensional tensor", advice="Pass at least one axis")
 
 
+def to_float64(x: torch.Tensor) -> torch.Tensor:
+    """x in float64, exactly: a thread that flushes subnormals would convert them to zero."""
+    if x.dtype not in _BITS:
+        return x.to(torch.float64)
+    mantissa_bits, emin = _PRECISIONS[x.dtype]
+    bits = x.view(_BITS[x.dtype])
+    mantissa = bits & torch.iinfo(bits.dtype).max
+    small = mantissa.to(torch.float64) * 2.0 ** (emin - mantissa_bits)
+    small = torch.where(bits < 0, -small, small)
+    return torch.where(mantissa < 1 << mantissa_bits, small, x.to(torch.float64))
+
+
+def _from_float64(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y (float64) in `dtype`, subnormal results as bits; rounded by torch, and so, to 16 bits, by
+    way of float32."""
+    if dtype not in _BITS:
+        return y.to(dtype)
+    mantissa_bits, emin = _PRECISIONS[dtype]
+    integers = _BITS[dtype]
+    is_small = y.abs() < 2.0**emin
+    steps = (torch.where(is_small, y.abs(), 0.0) * 2.0 ** (mantissa_bits - emin)).round()
+    sign = torch.where(torch.signbit(y), torch.iinfo(integers).min, 0).to(integers)
+    return torch.where(is_small, steps.to(integers) | sign, y.to(dtype).view(integers)).view(dtype)
+
+
 def to_blocks(x: torch.Tensor, axis: int, block_size: int) -> torch.Tensor:
     """x in float64 as [..., n_blocks, block_size]: `axis` moved last and padded with zeros."""
     check_tensor(x)
-    moved = x.detach().to(torch.float64).movedim(axis, -1)
+    moved = to_float64(x.detach()).movedim(axis, -1)
     padding = -moved.shape[-1] % block_size
     padded = torch.nn.functional.pad(moved, (0, padding))
     return padded.unflatten(-1, (padded.shape[-1] // block_size, block_size))
@@ -112,10 +141,10 @@ def round_to_element(y: torch.Tensor, element: ElementFormat) -> torch.Tensor:
 def round_once(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """y (float64) in `dtype`, rounded once: torch's own conversion to 16 bits rounds twice, by way
     of float32. Beyond the dtype's range it is infinite."""
-    if dtype in _PRECISIONS:
+    if dtype in (torch.bfloat16, torch.float16):
         finite = _round_to_precision(y, *_PRECISIONS[dtype])
         y = torch.where(torch.isfinite(y), finite, y)
-    return y.to(dtype)
+    return _from_float64(y, dtype)
 
 
 def shared_scale_codes(amax: torch.Tensor, element: ElementFormat, rule: ScaleRule) -> torch.Tensor:
@@ -190,7 +219,7 @@ def quantize_dequantize(
 ) -> torch.Tensor:
     """Q(x), rounded once to x's dtype; non-finite blocks become NaN."""
     p = parts(x, axis, rule, fmt)
-    return from_blocks(torch.where(p.finite, p.q, math.nan), x, axis).to(x.dtype)
+    return _from_float64(from_blocks(torch.where(p.finite, p.q, math.nan), x, axis), x.dtype)
 
 
 def inject(

@@ -124,7 +124,7 @@ def read_row(source: Mapping[str, Any]) -> Row:
     error, expert = number(source.get("rel_mse")), number(source.get("expert"))
     status = source["status"]
     if status == "ok" and error is None:
-        status = "nonfinite"
+        status = "unknown"
     return Row(
         source["layer"],
         None if expert is None else int(expert),
@@ -176,6 +176,8 @@ def without_choice(row: Row) -> str:
     """The reason of a row for which nothing is recommended."""
     if row.status == "nonfinite":
         return f"{row.title}: holds NaN or infinities; no correction helps, repair the values first"
+    if row.status == "unknown":
+        return f"{row.title}: its error is too small for float64, so nothing is recommended"
     return f"{row.title}: not observed, so nothing is recommended"
 
 

@@ -107,7 +107,7 @@ def in_words(
         )
     skipped = sum(choice.recommended is None for choice in choices)
     if skipped:
-        sentences.append(f"nothing is recommended for {skipped} rows (not observed or not finite)")
+        sentences.append(f"nothing is recommended for {skipped} rows (no error is known)")
     if gap is not None:
         sentences.append(f"the allocation is within {100 * gap:.2g} % of the best possible error")
     return sentences
