@@ -116,12 +116,15 @@ def _shape_text(shape: Iterable[int] | str | None) -> str:
     return shape if isinstance(shape, str) else "x".join(str(size) for size in shape or ())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run:
     """One run: the content of `run.json`."""
 
     data: dict[str, Any]
     folder: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Run({self.data['model'].get('source')!r}, {len(self.tensors)} rows)"
 
     @property
     def tensors(self) -> list[dict[str, Any]]:

@@ -92,6 +92,8 @@ def test_quiet_prints_nothing(tmp_path):
         (["scan", "{good}", "--samples", "0"], "--samples must be at least 1"),
         (["scan", "{good}", "--config", "{empty}/none.toml"], "cannot read"),
         (["scan", "{good}", "--include", "*"], ""),
+        (["scan", "{good}", "--out", "{good}"], "{good}: is no folder"),
+        (["scan", "{good}", "--out", "{good}/run"], "{good}: is no folder"),
         (["recommend", "{empty}"], "no run here"),
         (["report", "{empty}"], "no run here"),
         (["gate", "{empty}"], "needs a budget"),
@@ -105,7 +107,9 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, message):
     names["good"] = checkpoint(tmp_path / "good.safetensors")
     names["cut"].write_bytes(names["good"].read_bytes()[:-10])
     filled = [argument.format(**names) for argument in arguments]
-    result = mxdiag(*filled, "--out", tmp_path / "run") if filled[0] == "scan" else mxdiag(*filled)
+    if filled[0] == "scan" and "--out" not in filled:
+        filled += ["--out", tmp_path / "run"]
+    result = mxdiag(*filled)
     if not message:
         assert result.returncode == 0, result.stderr
         return

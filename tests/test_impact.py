@@ -157,6 +157,14 @@ def test_noise_is_no_finding() -> None:
     assert not any("first" in sentence for sentence in loud[1:])
 
 
+def test_sentences_give_the_larger_spread() -> None:
+    plain = {"config": "all", "operands": "WA", "kl_mean": 1.0, "kl_mean_sd": 0.01}
+    (sentence,) = verdict({"forward": [plain | {"kl_mean_boot_sd": 0.2}]})
+    assert "KL 1 ± 0.2" in sentence
+    (sentence,) = verdict({"forward": [plain | {"kl_mean_boot_sd": 0.001}]})
+    assert "KL 1 ± 0.01" in sentence
+
+
 def test_the_cheapest_sufficient_fix_comes_first() -> None:
     table = {"all": 1.0, "mbs": 0.75, "of": 0.2, "mbs+of": 0.1, "mxfp8": 0.01}
     forward = [

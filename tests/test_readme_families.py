@@ -108,7 +108,7 @@ NOT_LOADED = "if transformers loads it"
 FORMATS = (
     Format("safetensors", READ, READ, {f"{LAYER}.weight": files.normal(8, 32, dtype=BF16)}),
     Format("sharded safetensors, hub cache folders", READ, READ, shards),
-    Format("GGUF (`pip install 'mxdiag[gguf]'`)", READ, "always streamed", gguf),
+    Format("GGUF (`pip install '.[gguf]'`)", READ, "always streamed", gguf),
     Format("pickle (`.bin`, `.pt`)", ALLOWED, ALLOWED, pickled),
     Format(
         "FP8, block scales (`weight_scale_inv`)",

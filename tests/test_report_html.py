@@ -159,6 +159,7 @@ def test_worst_layer_names_its_mechanism_token_and_remedy() -> None:
     run.tensors[3]["mse_ratio:mxfp8"] = None
     words = summary.worst_layers(run)[0].words.replace("\u00a0", " ")
     assert words.startswith("50 % of the error is values cut to zero (41 % of the elements")
+    assert "; 30 % is noise of the 4-bit grid itself; 20 % is scale bias that a finer" in words
     assert "One token holds 99.9 % of the energy; the mean token has 9.5 dB." in words
     # Plain error 3.0 dB; OF is the cheapest that gains 3 dB: 3 + 10 log10(4) = 9.02.
     assert "of brings it to 9.0 dB for 4.25 more bits per element." in words

@@ -410,7 +410,7 @@ def test_sensitivities_split_groups_by_error():
 
 @pytest.mark.parametrize("entries", [[], [{"unit": "u", "operands": "WA", "layers": []}]])
 def test_sensitivities_that_cannot_be_had(entries):
-    with pytest.raises(UsageError, match=r"--per-layer` on W"):
+    with pytest.raises(UsageError, match=r"--per-layer layer` on W"):
         sensitivities(Run({"impact": {"per_layer": entries}, "tensors": []}))
 
 

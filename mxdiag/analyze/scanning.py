@@ -129,8 +129,11 @@ def scan(
         path, kind = resolve(str(model))
         weights_only = settings.weights_only or path.endswith(_WEIGHT_FILES)
         if weights_only:
+            from mxdiag.collect.hub import hub_folder
             from mxdiag.collect.scan_checkpoint import scan_checkpoint
 
+            if kind == "hub":
+                path = str(hub_folder(path, settings.revision))
             measured = scan_checkpoint(path, settings, corrections, progress)
         else:
             from mxdiag.collect.scan_model import Request, load_and_scan

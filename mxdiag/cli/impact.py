@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mxdiag.cli import options
-from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
+from mxdiag.cli.output import check_interrupted, make_console, make_progress, run_folder, show
 
 
 def impact(
@@ -111,7 +111,7 @@ def impact(
         "operands": operand_sets,
         "repeats": repeats,
     }
-    folder = out or Path("reports") / analyze.run_name(model)
+    folder = run_folder(out, model)
     extras = Extras(
         rollout_tokens=rollout_tokens,
         rollout_temperature=rollout_temperature,

@@ -82,6 +82,24 @@ def make_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, soft_wrap=False, highlight=False)
 
 
+def run_folder(out: Path | None, model: str) -> Path:
+    """Where a run goes: `out`, or the model's name under reports/.
+
+    Raises
+    ------
+    RunError
+        If that can be no folder: told before anything is measured.
+    """
+    from mxdiag.analyze import run_name
+    from mxdiag.errors import RunError
+
+    folder = out or Path("reports") / run_name(model)
+    nearest = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
+    if nearest is not None and not nearest.is_dir():
+        raise RunError("is no folder", where=nearest, advice="Give another --out")
+    return folder
+
+
 def show(*parts: RenderableType) -> None:
     """Print to standard output, strings as they are; a reader that has gone is no error."""
     console = make_console()

@@ -21,8 +21,10 @@ from mxdiag.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Top = Annotated[int, typer.Option("--top", help="Rows to show; 0 shows all.")]
-Limit = Annotated[int, typer.Option("--limit", help="Findings shown per check; 0 shows all.")]
+Top = Annotated[int, typer.Option("--top", min=0, help="Rows to show; 0 shows all.")]
+Limit = Annotated[
+    int, typer.Option("--limit", min=0, help="Findings shown per check; 0 shows all.")
+]
 
 
 def recommend(
@@ -65,7 +67,7 @@ def recommend(
     The run's `recommended` and `reason` columns are filled with it.
     """
     from mxdiag import analyze
-    from mxdiag.report.tables import recommendation_lines, recommendation_table
+    from mxdiag.report.tables import recommendation_summary
     from mxdiag.run import Run
 
     loaded = Run.load(run)
@@ -83,9 +85,7 @@ def recommend(
     assert loaded.folder is not None
     loaded.write(loaded.folder)
     show(
-        recommendation_table(loaded, make_console(), top or None),
-        "",
-        *recommendation_lines(loaded),
+        recommendation_summary(loaded, make_console(), top or None),
         f"\nrecommendation written to {loaded.folder}",
     )
 

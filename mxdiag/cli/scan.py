@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mxdiag.cli import options
-from mxdiag.cli.output import check_interrupted, make_console, make_progress, show
+from mxdiag.cli.output import check_interrupted, make_console, make_progress, run_folder, show
 
 
 def scan(
@@ -59,7 +59,7 @@ def scan(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Run folder. [default: reports/<model name>]"),
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="Rows to show; 0 shows all.")] = 15,
+    top: Annotated[int, typer.Option("--top", min=0, help="Rows to show; 0 shows all.")] = 15,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure a model and write a run folder.
@@ -88,10 +88,11 @@ def scan(
         "trust_remote_code": trust_remote_code,
         "allow_pickle": allow_pickle,
     }
+    folder = run_folder(out, model)
     settings = analyze.scan_settings(config, given)
     run = analyze.scan(model, settings=settings, progress=make_progress(quiet))
     check_interrupted()
-    folder = run.write(out or Path("reports") / analyze.run_name(model))
+    run.write(folder)
     if quiet:
         return
     from mxdiag.report.tables import scan_summary

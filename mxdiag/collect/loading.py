@@ -170,6 +170,10 @@ def _dtype(name: str) -> torch.dtype | str:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(
+            f"device {name!r} cannot be used: torch sees no GPU", advice="Use auto or cpu"
+        )
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

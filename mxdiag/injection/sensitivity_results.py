@@ -16,7 +16,7 @@ from mxdiag.run import Run
 PREDICTORS = ("error_energy", "relative_error", "fisher", "first_order")
 MEASURES = ("kl_mean", "loss_change")
 _Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal
-_ADVICE = "Measure them with `mxdiag impact --per-layer` on W"
+_ADVICE = "Measure them with `mxdiag impact --per-layer layer` on W"
 
 
 def measured(done: Done, unit: str, repeats: int, tokens: Sequence[int]) -> dict[str, list[float]]:

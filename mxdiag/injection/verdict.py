@@ -35,10 +35,12 @@ def _find(entries: Iterable[Entry], config: str, operands: str) -> Entry | None:
 
 
 def _with_noise(entry: Entry, name: str, digits: int = 3) -> str:
-    value, sd = entry.get(name), entry.get(f"{name}_sd")
+    """The value and the larger of its spreads, over repeats and over resampled records."""
+    value = entry.get(name)
     if value is None:
         return "n/a"
-    shown = sd is not None and sd >= _VISIBLE * abs(value)
+    sd = max(entry.get(f"{name}_sd") or 0.0, entry.get(f"{name}_boot_sd") or 0.0)
+    shown = sd > 0 and sd >= _VISIBLE * abs(value)
     return f"{value:.{digits}g}" + (f" ± {sd:.1g}" if shown else "")
 
 
@@ -109,7 +111,7 @@ def _price(correction: Correction) -> tuple[int, int, float]:
 
 def _price_words(correction: Correction) -> str:
     cost = correction.cost
-    words = f"{cost.bits:g} bits an element" if cost.bits else "no bits"
+    words = f"{cost.bits:g} more bits an element" if cost.bits else "no bits"
     if cost.gemm_passes:
         words += " and a second product"
     if cost.transforms:
@@ -149,7 +151,7 @@ def _first_fix(
     if first != best:
         gain, correction, entry = gains[best]
         words += (
-            f"; of those that stay in 4 bits `{best}` goes furthest, to "
+            f"; of the corrections of 4-bit elements `{best}` goes furthest, to "
             f"{_with_noise(entry, measure)}, for {_price_words(correction)}"
         )
     ideal = _find(entries, "ideal", operands)

@@ -321,7 +321,7 @@ def _choose_within(
     if missing:
         raise UsageError(
             f"{len(missing)} layers have no sensitivity, the first is {missing[0]}",
-            advice="Measure them with `mxdiag impact --per-layer`",
+            advice="Measure them with `mxdiag impact --per-layer layer`",
         )
     offered = _offered(groups[0], candidates)
     bits = np.array([MXFP4.bits_per_element + c.cost.bits for c in offered])

@@ -131,7 +131,7 @@ def export_parquet(run: Run, path: Path | str) -> Path:
         import pyarrow.parquet as pq
     except ImportError:
         raise UsageError(
-            "writing Parquet needs pyarrow", advice="Install it with: pip install mxdiag[parquet]"
+            "writing Parquet needs pyarrow", advice='Install it: pip install "mxdiag[parquet]"'
         ) from None
     path = Path(path)
     sink = pa.BufferOutputStream()

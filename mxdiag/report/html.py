@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from mxdiag.formats import MXFP4, SCALE_RULES
 from mxdiag.report import impact as impact_part
@@ -205,6 +206,7 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
     )
     environment.filters.update(
         breakable=_breakable,
+        code_spans=_code_spans,
         percent=summary.percent,
         number=summary.number,
         count=summary.count,
@@ -239,6 +241,11 @@ def render_html(run: Run, *, gate: dict[str, Any] | None = None) -> str:
     )
     # A name may hold half of a surrogate pair, which no encoding can write.
     return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def _code_spans(text: str) -> Markup:
+    """Text, escaped, with what stands in backticks as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _breakable(name: str) -> Markup:

@@ -25,6 +25,8 @@ SHARES = ("reducible", "recoverable", "irreducible")
 _WORTHWHILE_DB = 3.0
 #: A single token that holds this share of the energy makes energy-weighted numbers its own.
 _LOUD_TOKEN = 0.5
+#: The smallest of the three shares is named from here on.
+_WORTH_SAYING = 0.1
 
 
 def percent(value: float | None, digits: int = 0) -> str:
@@ -130,8 +132,11 @@ def _mechanism(row: dict[str, Any]) -> str:
         "irreducible": f"{percent(shares['irreducible'])} is noise of the 4-bit grid itself",
     }
     ordered = sorted(SHARES, key=lambda name: -float(shares[name] or 0))
-    leading = phrases[ordered[0]].replace(" is ", " of the error is ", 1)
-    return f"{leading}; {phrases[ordered[1]]}."
+    first, second, third = (phrases[name] for name in ordered)
+    words = [first.replace(" is ", " of the error is ", 1), second]
+    if float(shares[ordered[2]] or 0) >= _WORTH_SAYING:
+        words.append(third)
+    return "; ".join(words) + "."
 
 
 def _tokens(row: dict[str, Any]) -> str:

@@ -173,15 +173,25 @@ def recommendation_lines(run: Run) -> list[Text]:
     return lines
 
 
-def recommendation_table(run: Run, console: Console, top: int | None = 15) -> Table:
-    """Rows whose recommendation is to change something, worst first."""
+def recommendation_summary(run: Run, console: Console, top: int | None = 15) -> RenderableType:
+    """What `mxdiag recommend` prints: rows that are to be changed, worst first; sentences."""
+    changed = worst_first(
+        [row for row in run.tensors if row.get("recommended") not in (None, "mxfp4")]
+    )
+    parts: list[RenderableType] = [_recommendation_table(changed[:top], console)]
+    hidden = len(changed) - len(changed[:top])
+    if hidden:
+        parts.append(Text(f"… and {hidden} rows with less error", style="dim"))
+    return Group(*parts, Text(), *recommendation_lines(run))
+
+
+def _recommendation_table(rows: Iterable[Mapping[str, Any]], console: Console) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("layer", overflow="fold", no_wrap=not console.is_terminal)
     table.add_column("operand", no_wrap=True)
     table.add_column("recommended", no_wrap=True)
     table.add_column("reason", overflow="fold", no_wrap=not console.is_terminal)
-    changed = [row for row in run.tensors if row.get("recommended") not in (None, "mxfp4")]
-    for row in worst_first(changed)[:top]:
+    for row in rows:
         table.add_row(
             Text(printable(row["layer"])),
             f"{row['operand']}·{row['gemm']}",
