@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -76,7 +76,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
         what, advice = f"a {str(x.layout).removeprefix('torch.')} tensor", "Pass x.to_dense()"
     elif x.is_quantized:
         what, advice = f"a tensor that is already {x.dtype}", "Pass x.dequantize()"
-    elif x.device.type == "meta":
+    elif x.is_meta:
         what, advice = "a tensor on the meta device: it holds no values", "Load its values first"
     if what is not None:
         raise TensorError(f"cannot quantize {what}", advice=advice)
@@ -164,9 +164,10 @@ def canonical(x: Array, axis: int) -> Array:
     shape = tuple(x.shape)
     if not shape:
         raise TensorError("cannot block a 0-dimensional tensor", advice="Pass at least one axis")
-    if not isinstance(axis, SupportsIndex):
-        raise TensorError(f"axis must be an integer, not {axis!r}")
-    axis = operator.index(axis)
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TensorError(f"axis must be an integer, not {axis!r}") from None
     if not -len(shape) <= axis < len(shape):
         raise TensorError(
             f"axis {axis} is out of range for shape {list(shape)}",
