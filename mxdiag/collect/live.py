@@ -31,8 +31,8 @@ class Part:
     columns: slice
 
     def gradient(self, g: Tensor) -> Tensor:
-        """Pick the layer's columns of G, [tokens, out]; a view."""
-        return g[:, self.columns]
+        """Pick the layer's columns of G, [tokens, out]; a view, or G itself if they are all."""
+        return g if self.columns == slice(0, g.shape[1], 1) else g[:, self.columns]
 
 
 def columns_of(view: WeightView, part: WeightView) -> slice | None:

@@ -41,7 +41,8 @@ from mxdiag.errors import ModelError
 from mxdiag.gemms import Cell, choose_cells
 from mxdiag.progress import Progress
 from mxdiag.quantize.cpu_threads import cpu_count
-from mxdiag.quantize.dispatch import dtype_name
+from mxdiag.quantize.dispatch import dtype_name, measure
+from mxdiag.quantize.sums import Sums
 from mxdiag.rows import Coverage, Measured, Measurement
 from mxdiag.settings import ScanSettings
 
@@ -53,8 +54,13 @@ class Accumulator(Observer):
     """Adds up the decompositions of A and G by layer and cell.
 
     Layers that share an input (q, k and v; gate and up) share its measurement: the last input is
-    remembered, and is the same tensor if it has the same memory, layout and version.
+    remembered, and is the same tensor if it has the same memory, layout and version. Tensors are
+    reduced to raw sums at once; those wait, a few at a time, to be made into decompositions in one
+    go, since each is little work on code and data that the model's own pass drives out of the
+    caches.
     """
+
+    _MOST_WAITING = 64
 
     def __init__(
         self,
@@ -67,7 +73,8 @@ class Accumulator(Observer):
         self._cells = {
             operand: [cell for cell in cells if cell.operand == operand] for operand in ("A", "G")
         }
-        self._last: tuple[Tensor, int, dict[Cell, Decomposition]] | None = None
+        self._last: tuple[Tensor, int, dict[Cell, Sums]] | None = None
+        self._waiting: list[tuple[LiveLinear, dict[Cell, Sums]]] = []
         self.parts: dict[tuple[LiveLinear, Cell], Decomposition] = {}
         self.seen: dict[tuple[LiveLinear, str], tuple[int, int, str]] = {}
         self.calls: Counter[LiveLinear] = Counter()
@@ -82,10 +89,6 @@ class Accumulator(Observer):
         measured = self._shared(x)
         for part in parts:
             self._add(part.live, "A", x, measured)
-            if self.first_nonfinite is None and any(
-                d.status == "nonfinite" for d in measured.values()
-            ):
-                self.first_nonfinite = part.live.layer
 
     def backward(self, product: Product, g: Tensor) -> None:
         if not self._cells["G"] or not g.numel():
@@ -94,11 +97,12 @@ class Accumulator(Observer):
             own = part.gradient(g)
             self._add(part.live, "G", own, self._measure("G", own))
 
-    def forget(self) -> None:
-        """Let go of the last input."""
+    def finish(self) -> None:
+        """Let go of the last input, and add up what waits."""
         self._last = None
+        self._settle()
 
-    def _shared(self, x: Tensor) -> dict[Cell, Decomposition]:
+    def _shared(self, x: Tensor) -> dict[Cell, Sums]:
         if self._last is not None:
             last, version, measured = self._last
             same = (last.data_ptr(), last.shape, last.stride(), last.dtype) == (
@@ -113,9 +117,9 @@ class Accumulator(Observer):
         self._last = (x, x._version, measured)
         return measured
 
-    def _measure(self, operand: str, x: Tensor) -> dict[Cell, Decomposition]:
+    def _measure(self, operand: str, x: Tensor) -> dict[Cell, Sums]:
         return {
-            cell: decompose(
+            cell: measure(
                 x,
                 cell.axis,
                 self._settings.scale_rule,
@@ -126,15 +130,26 @@ class Accumulator(Observer):
             for cell in self._cells[operand]
         }
 
-    def _add(
-        self, live: LiveLinear, operand: str, x: Tensor, measured: dict[Cell, Decomposition]
-    ) -> None:
-        for cell, decomposition in measured.items():
-            key = (live, cell)
-            known = self.parts.get(key)
-            self.parts[key] = decomposition if known is None else known + decomposition
+    def _add(self, live: LiveLinear, operand: str, x: Tensor, measured: dict[Cell, Sums]) -> None:
         calls, tokens, _ = self.seen.get((live, operand), (0, 0, ""))
         self.seen[live, operand] = (calls + 1, tokens + x.shape[0], dtype_name(x))
+        self._waiting.append((live, measured))
+        if len(self._waiting) >= self._MOST_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Add what waits, in the order in which it was seen."""
+        made: dict[int, Decomposition] = {}
+        for live, measured in self._waiting:
+            for cell, sums in measured.items():
+                own = made.get(id(sums))
+                if own is None:
+                    own = made[id(sums)] = Decomposition.of(sums, self._settings.scale_rule)
+                known = self.parts.get((live, cell))
+                self.parts[live, cell] = own if known is None else known + own
+                if cell.operand == "A" and own.status == "nonfinite":
+                    self.first_nonfinite = self.first_nonfinite or live.layer
+        self._waiting.clear()
 
 
 @dataclass(slots=True)
@@ -233,7 +248,7 @@ def scan_module(
             reasons = {} if reason is None else {"G": reason}
         else:
             reasons = {"A": missing, "G": missing}
-    accumulator.forget()
+    accumulator.finish()
     inventory.settle(tap)
     if not inventory.measured:
         raise ModelError(
@@ -381,7 +396,7 @@ def _weights(
     found: dict[tuple[LiveLinear, Cell], tuple[Decomposition, str | None]] = {}
     pending: deque[tuple[LiveLinear, Cell, Future[Decomposition]]] = deque()
 
-    def measure(weight: Tensor, cell: Cell) -> Decomposition:
+    def decomposed(weight: Tensor, cell: Cell) -> Decomposition:
         rule, backend = settings.scale_rule, settings.backend
         return decompose(weight, cell.axis, rule, corrections=corrections, backend=backend)
 
@@ -403,10 +418,10 @@ def _weights(
                 continue
             for cell in cells:
                 if inventory.in_memory(live):
-                    pending.append((live, cell, pool.submit(measure, weight, cell)))
+                    pending.append((live, cell, pool.submit(decomposed, weight, cell)))
                     settle(workers)
                 else:
-                    found[live, cell] = measure(weight, cell), None
+                    found[live, cell] = decomposed(weight, cell), None
             request.progress.advance()
         settle(0)
     return found
