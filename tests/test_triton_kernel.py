@@ -451,3 +451,35 @@ def test_compiles_ahead_of_time(compiled, target, record_property):
         assert row["wide_loads" if row["layout"] == "rows" else "one_block_per_thread"], name
         assert (row["fma"] > 0) == measures or row["kernel"] == "inject", name
         assert row["exact_division"] or row["kernel"] != "inject", name
+
+
+# ---- a whole scan ------------------------------------------------------------------------------
+
+
+def scanned(backend: str) -> list[dict[str, Any]]:
+    """Rows of a scan of W, A and G of two layers."""
+    import mxdiag
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 32), torch.nn.Linear(32, 33))
+    run = mxdiag.scan(
+        model,
+        calibration=[torch.randn(5, 40)],
+        loss=lambda output, _: output.square().sum(),
+        backend=backend,
+        corrections="none",
+    )
+    return run.tensors
+
+
+def test_a_scan_with_the_kernel_equals_one_on_the_cpu(kernel: Kernel) -> None:
+    """The interpreter serves one call at a time, so weights must not be measured on threads."""
+    if kernel.pool is None:
+        pytest.skip("the interpreter's own test")
+    found, wanted = kernel.run(scanned, "triton"), scanned("cpu")
+    assert len(found) == len(wanted) == 6
+    for ours, theirs in zip(found, wanted, strict=True):
+        for name, value in theirs.items():
+            close = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            if name != "closure_residual":
+                assert ours[name] == close, name

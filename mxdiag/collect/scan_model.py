@@ -41,7 +41,7 @@ from mxdiag.errors import ModelError
 from mxdiag.gemms import Cell, choose_cells
 from mxdiag.progress import Progress
 from mxdiag.quantize.cpu_threads import cpu_count
-from mxdiag.quantize.dispatch import dtype_name, measure
+from mxdiag.quantize.dispatch import choose_backend, dtype_name, measure
 from mxdiag.quantize.sums import Sums
 from mxdiag.rows import Coverage, Measured, Measurement
 from mxdiag.settings import ScanSettings
@@ -388,8 +388,8 @@ def _weights(
 ) -> dict[tuple[LiveLinear, Cell], tuple[Decomposition, str | None]]:
     """The decomposition of every W, or why there is none.
 
-    Weights in main memory are measured several at a time, each on a thread of its own. Others are
-    brought here one by one.
+    Weights in main memory are measured several at a time, each on a thread of its own, where the
+    CPU kernel does it. Others go one by one.
     """
     settings, cells = request.settings, [c for c in request.cells if c.operand == "W"]
     corrections = [c for c in request.corrections if "W" in c.operands]
@@ -417,7 +417,7 @@ def _weights(
                 found |= {(live, cell): (nothing, error.what) for cell in cells}
                 continue
             for cell in cells:
-                if inventory.in_memory(live):
+                if inventory.in_memory(live) and choose_backend(weight, settings.backend) == "cpu":
                     pending.append((live, cell, pool.submit(decomposed, weight, cell)))
                     settle(workers)
                 else:
