@@ -203,7 +203,8 @@ def resolve(model: str) -> tuple[str, str]:
         return str(sample_path(model)), "sample"
     if _exists(model):
         return model, "checkpoint"
-    if re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model) and not model.startswith("."):
+    named = re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model) and not model.startswith(".")
+    if named and not model.endswith(_WEIGHT_FILES):
         return model, "hub"
     raise MxdiagError(
         "no such file or folder",
