@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from mxdiag.collect.batches import (
     position_limit,
     run_batch,
 )
-from mxdiag.collect.calibration import listed
 from mxdiag.collect.loading import LoadedModel, TokenizerOnDemand, load_model
 from mxdiag.collect.model import Inventory, LiveLinear, model_inventory
 from mxdiag.collect.offload import input_device
@@ -234,7 +233,6 @@ def scan_module(
         If it has no linear layer, or does not run on the calibration.
     """
     settings = request.settings
-    request = replace(request, calibration=listed(request.calibration))
     inventory = model_inventory(model, settings.include, settings.exclude, absent)
     accumulator = Accumulator(inventory, request.cells, settings, request.corrections)
     tap = Tap(model, accumulator, gradients="activations")
@@ -405,11 +403,13 @@ def _weights(
             live, cell, future = pending.popleft()
             found[live, cell] = future.result(), None
 
-    workers = cpu_count()
-    layers = inventory.measured if cells else []
+    if not cells:
+        return found
+    workers, layers = cpu_count(), inventory.measured
     phase = request.progress.phase("weights", len(layers), "layers")
     with phase, ThreadPoolExecutor(workers, thread_name_prefix="mxdiag-weights") as pool:
         for live in layers:
+            request.progress.advance()
             try:
                 weight = inventory.weight(live)
             except ModelError as error:
@@ -422,7 +422,6 @@ def _weights(
                     settle(workers)
                 else:
                     found[live, cell] = decomposed(weight, cell), None
-            request.progress.advance()
         settle(0)
     return found
 

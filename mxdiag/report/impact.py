@@ -9,6 +9,7 @@ from typing import Any
 
 from mxdiag.report.encode import place_of
 from mxdiag.report.impact_columns import (
+    BACKWARD,
     ROLLOUT_TITLES,
     Column,
     columns_of,
@@ -30,7 +31,6 @@ FORWARD = columns_of(
     "t_eff_predicted",
     "routing_changed",
 )
-BACKWARD = columns_of("cosine_mean", "norm_ratio_mean", "snr_db_mean")
 ROLLOUT = columns_of(
     "first_divergence_mean",
     "identical",

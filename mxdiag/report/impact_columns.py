@@ -89,6 +89,9 @@ def columns_of(*names: str) -> tuple[Column, ...]:
     return tuple(COLUMNS[name] for name in names)
 
 
+BACKWARD = columns_of("cosine_mean", "norm_ratio_mean", "snr_db_mean")
+
+
 def named(field: str) -> str:
     """What a field is called; one that is not known by its own name, in words."""
     if field in COLUMNS:

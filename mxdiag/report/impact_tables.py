@@ -15,6 +15,7 @@ from rich.text import Text
 
 from mxdiag.injection.verdict import NOISE_SDS
 from mxdiag.report.impact_columns import (
+    BACKWARD,
     ROLLOUT_TITLES,
     Column,
     Entry,
@@ -33,7 +34,6 @@ FORWARD = columns_of(
     "t_eff_predicted",
     "routing_changed",
 )
-BACKWARD = columns_of("cosine_mean", "norm_ratio_mean", "snr_db_mean")
 ROLLOUT = columns_of(
     "first_divergence_mean",
     "identical",
