@@ -23,13 +23,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from mxdiag.injection.configurations import configurations
-from mxdiag.injection.run import measure_impact
-from mxdiag.injection.settings import PASSES, ImpactSettings
-from mxdiag.report.impact_tables import impact_summary
-from mxdiag.report.progress import LineProgress
+from mxdiag.commands.impact.inject.configurations import configurations
+from mxdiag.commands.impact.settings import PASSES, ImpactSettings
+from mxdiag.commands.impact.table import measure_impact
+from mxdiag.commands.report.text.impact import impact_summary
+from mxdiag.commands.report.text.progress import LineProgress
+from mxdiag.commands.scan.settings import ScanSettings
 from mxdiag.samples import calibration_path
-from mxdiag.settings import ScanSettings
 
 PROBES = 3
 

@@ -21,9 +21,9 @@ import torch
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-from mxdiag.corrections import parse_corrections
 from mxdiag.formats import RCEIL
-from mxdiag.quantize import cpu
+from mxdiag.quantize.corrections.registry import parse_corrections
+from mxdiag.quantize.cpu import launch as cpu
 
 SHAPE = (4096, 8192)
 TENSORS = 4

@@ -1,6 +1,6 @@
 """Speed of the Triton kernels on a GPU, beside a plain copy and torchao, on one device in one run.
 
-    python benchmarks/triton_kernel.py [--shape 4096 8192]
+    python benchmarks/launch.py [--shape 4096 8192]
 
 Needs a CUDA or ROCm device; no figures from one are on record yet. `launch` is the kernel alone,
 `measure` the public call with its totals brought to the host. Bandwidth counts every tensor that
@@ -41,7 +41,8 @@ def torchao_round_trip(x: torch.Tensor) -> torch.Tensor:
 def compare(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Print one line per operation: G elements/s, GB/s, and the ratios to the copy and torchao."""
     from mxdiag.formats import RCEIL
-    from mxdiag.quantize import triton_kernel
+    from mxdiag.quantize.triton import launch as triton_kernels
+    from mxdiag.quantize.triton.measure import _launch_measure
 
     tensors = [torch.randn(shape, device="cuda").to(dtype) for _ in range(TENSORS)]
     numel, size = tensors[0].numel(), tensors[0].element_size()
@@ -51,10 +52,10 @@ def compare(shape: tuple[int, int], dtype: torch.dtype) -> None:
     both = frozenset({"scale", "grid"})
 
     def launch(x: torch.Tensor) -> Any:
-        return triton_kernel._launch_measure(x, RCEIL, False)
+        return _launch_measure(x, RCEIL, False)
 
     def launch_tokens(x: torch.Tensor) -> Any:
-        return triton_kernel._launch_measure(x, RCEIL, True)
+        return _launch_measure(x, RCEIL, True)
 
     jobs: list[tuple[str, Callable[[torch.Tensor], Any], list[torch.Tensor], int]] = [
         ("copy", torch.Tensor.clone, tensors, written),
@@ -62,11 +63,11 @@ def compare(shape: tuple[int, int], dtype: torch.dtype) -> None:
         ("launch, rows", launch, rows, read),
         ("launch, columns", launch, columns, read),
         ("launch, columns, tokens", launch_tokens, columns, read),
-        ("measure, rows", triton_kernel.measure, rows, read),
-        ("measure, columns", triton_kernel.measure, columns, read),
-        ("quantize_dequantize, rows", triton_kernel.quantize_dequantize, rows, written),
-        ("quantize_dequantize, columns", triton_kernel.quantize_dequantize, columns, written),
-        ("inject, rows", lambda x: triton_kernel.inject(x, both), rows, written),
+        ("measure, rows", triton_kernels.measure, rows, read),
+        ("measure, columns", triton_kernels.measure, columns, read),
+        ("quantize_dequantize, rows", triton_kernels.quantize_dequantize, rows, written),
+        ("quantize_dequantize, columns", triton_kernels.quantize_dequantize, columns, written),
+        ("inject, rows", lambda x: triton_kernels.inject(x, both), rows, written),
     ]
     times: dict[str, float] = {}
     print(f"\n{dtype}, {shape[0]} x {shape[1]}")

@@ -13,21 +13,28 @@ TYPE_CHECKING = False  # typing's own, without its import: the command line star
 if TYPE_CHECKING:
     from typing import Any
 
-    from mxdiag.analyze import scan
+    from mxdiag.api import diff, gate, impact, recommend, report, scan, suggest, validate
     from mxdiag.decomposition import Decomposition, decompose
     from mxdiag.errors import MxdiagError
     from mxdiag.quantize.dispatch import quantize_dequantize
-    from mxdiag.run import Run
+    from mxdiag.run.run import Run
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Decomposition": "mxdiag.decomposition",
     "MxdiagError": "mxdiag.errors",
-    "Run": "mxdiag.run",
+    "Run": "mxdiag.run.run",
     "decompose": "mxdiag.decomposition",
+    "diff": "mxdiag.api",
+    "gate": "mxdiag.api",
+    "impact": "mxdiag.api",
     "quantize_dequantize": "mxdiag.quantize.dispatch",
-    "scan": "mxdiag.analyze",
+    "recommend": "mxdiag.api",
+    "report": "mxdiag.api",
+    "scan": "mxdiag.api",
+    "suggest": "mxdiag.api",
+    "validate": "mxdiag.api",
 }
 __all__ = [
     "Decomposition",
@@ -35,8 +42,15 @@ __all__ = [
     "Run",
     "__version__",
     "decompose",
+    "diff",
+    "gate",
+    "impact",
     "quantize_dequantize",
+    "recommend",
+    "report",
     "scan",
+    "suggest",
+    "validate",
 ]
 
 

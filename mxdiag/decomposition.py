@@ -19,17 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mxdiag.quantize import dispatch
-from mxdiag.quantize.sums import (
-    CORRECTION_FIELDS,
-    COUNT_FIELDS,
-    DELTA_BINS,
-    SUM_FIELDS,
-    Sums,
-)
+from mxdiag.quantize.sums import CORRECTION_FIELDS, COUNT_FIELDS, DELTA_BINS, SUM_FIELDS, Sums
 from mxdiag.quantize.token_sums import TokenSums
 
 if TYPE_CHECKING:
-    from mxdiag.corrections import Correction
+    from mxdiag.quantize.corrections.registry import Correction
     from mxdiag.quantize.dispatch import Array
 
 #: The derived quantities that a row of results carries, in the order of its columns.
@@ -360,7 +354,7 @@ def decompose(
     tokens
         For [tokens, features]: also the means of per-token ratios.
     corrections
-        Corrections to evaluate in the same pass (see `mxdiag.corrections`).
+        Corrections to evaluate in the same pass (see `mxdiag.quantize.corrections.registry`).
     amax
         The whole tensor's largest absolute value, where `tensor` is a piece of it.
     backend

@@ -1,7 +1,9 @@
 """Element formats, block formats and scale rules, as data.
 
 Sources: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 to 5.4 and 6.3; NVIDIA's
-NVFP4 (block 16, E4M3 block scale, one float32 scale per tensor). Adding a format adds an instance.
+NVFP4 (block 16, E4M3 block scale, one float32 scale per tensor). A format with power-of-two scales
+is an instance here, and `quantize.reference` encodes and decodes it; the exact split of the error,
+and the kernels, are of MXFP4 alone.
 """
 
 from __future__ import annotations

@@ -9,10 +9,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from mxdiag import __version__
-from mxdiag.cli import machine, runs
+from mxdiag.cli.diff import diff
+from mxdiag.cli.env import env
+from mxdiag.cli.gate import gate
 from mxdiag.cli.impact import impact
 from mxdiag.cli.output import complain, prepare_streams, quiet_stdout, was_interrupted
+from mxdiag.cli.recommend import recommend
+from mxdiag.cli.report import report
+from mxdiag.cli.sample import sample
 from mxdiag.cli.scan import scan
+from mxdiag.cli.show import show
 from mxdiag.errors import MxdiagError
 
 EXIT_USAGE, EXIT_INTERRUPT = 2, 130
@@ -26,18 +32,8 @@ app = typer.Typer(
     help="X-ray a model's 4-bit error: scale bias, deadzone truncation and grid noise of every "
     "linear layer, for weights, activations and gradients.",
 )
-for command in (
-    scan,
-    impact,
-    runs.recommend,
-    runs.report,
-    runs.gate,
-    runs.diff,
-    runs.show_layer,
-    machine.sample,
-    machine.env,
-):
-    app.command(name="show" if command is runs.show_layer else None)(command)
+for command in (scan, impact, recommend, report, gate, diff, show, sample, env):
+    app.command()(command)
 
 
 def _version(shown: bool) -> None:

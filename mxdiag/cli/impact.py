@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from mxdiag.cli import options
-from mxdiag.cli.output import check_interrupted, make_console, make_progress, run_folder, show
+from mxdiag.cli.output import (
+    check_interrupted,
+    make_console,
+    make_progress,
+    print_parts,
+    run_folder,
+)
 
 
 def impact(
@@ -55,38 +61,39 @@ def impact(
     per_layer_operands: Annotated[
         str, typer.Option("--per-layer-operands", help="What a unit quantizes: W, A or WA.")
     ] = "W",
-    config: options.Config = None,
-    calib: options.Calib = None,
-    seq_len: options.SeqLen = None,
+    config: options.ConfigOption = None,
+    calib: options.CalibOption = None,
+    seq_len: options.SeqLenOption = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Run so many records. [default: 4]")
     ] = None,
-    scale_rule: options.ScaleRule = None,
-    corrections: options.Corrections = None,
-    include: options.Include = None,
-    exclude: options.Exclude = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    seed: options.Seed = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    allow_pickle: options.AllowPickle = None,
+    scale_rule: options.ScaleRuleOption = None,
+    corrections: options.CorrectionsOption = None,
+    include: options.IncludeOption = None,
+    exclude: options.ExcludeOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    backend: options.BackendOption = None,
+    seed: options.SeedOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustRemoteCodeOption = None,
+    allow_pickle: options.AllowPickleOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
             "--out", metavar="DIR", help="Run folder, made if it is new. [default: reports/<model>]"
         ),
     ] = None,
-    quiet: options.Quiet = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Run the model with one error component at a time.
 
     What that does to it is added to its run, which is made if there is none.
     """
-    from mxdiag import analyze
-    from mxdiag.injection.command import PER_LAYER_JOURNAL, Extras
-    from mxdiag.run import RUN_JSON, Run
+    from mxdiag import api
+    from mxdiag.commands.impact.command import PER_LAYER_JOURNAL, Extras
+    from mxdiag.commands.impact.settings import impact_settings
+    from mxdiag.run.run import RUN_JSON, Run
 
     scan = {
         "calib": calib,
@@ -120,10 +127,10 @@ def impact(
         per_layer_operands=per_layer_operands,
         journal=folder / PER_LAYER_JOURNAL,
     )
-    run = analyze.impact(
+    run = api.impact(
         model,
         run=Run.load(folder) if (folder / RUN_JSON).exists() else None,
-        settings=analyze.impact_settings(config, given),
+        settings=impact_settings(config, given),
         extras=extras,
         progress=make_progress(quiet),
     )
@@ -131,6 +138,6 @@ def impact(
     run.write(folder)
     if quiet:
         return
-    from mxdiag.report.impact_tables import impact_summary
+    from mxdiag.commands.report.text.impact import impact_summary
 
-    show(impact_summary(run.data["impact"], make_console()), f"\nrun written to {folder}")
+    print_parts(impact_summary(run.data["impact"], make_console()), f"\nrun written to {folder}")

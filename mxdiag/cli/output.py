@@ -59,7 +59,7 @@ def check_interrupted() -> None:
 
 def complain(message: str) -> None:
     """One message on standard error; if that cannot be written to, nobody can be told."""
-    from mxdiag.report.tables import printable
+    from mxdiag.commands.report.text.tables import printable
 
     try:
         sys.stderr.write(printable(message) + "\n")
@@ -90,7 +90,7 @@ def run_folder(out: Path | None, model: str) -> Path:
     RunError
         If that can be no folder: told before anything is measured.
     """
-    from mxdiag.analyze import run_name
+    from mxdiag.commands.scan.source import run_name
     from mxdiag.errors import RunError
 
     folder = out or Path("reports") / run_name(model)
@@ -100,7 +100,7 @@ def run_folder(out: Path | None, model: str) -> Path:
     return folder
 
 
-def show(*parts: RenderableType) -> None:
+def print_parts(*parts: RenderableType) -> None:
     """Print to standard output, strings as they are; a reader that has gone is no error."""
     console = make_console()
     try:
@@ -141,7 +141,7 @@ def make_progress(quiet: bool) -> Progress:
 
     if quiet:
         return QUIET
-    from mxdiag.report.progress import BarProgress, LineProgress
+    from mxdiag.commands.report.text.progress import BarProgress, LineProgress
 
     console = make_console(stderr=True)
     if console.is_terminal:
@@ -151,6 +151,23 @@ def make_progress(quiet: bool) -> Progress:
 
 def write_text(path: Path, rendered: RenderableType) -> None:
     """Write what would be shown, without colours, whole or not at all."""
-    from mxdiag.run import write_atomically
+    from mxdiag.run.run import write_atomically
 
     write_atomically(path, rendered if isinstance(rendered, str) else _plain(rendered))
+
+
+def deliver(rendered: RenderableType, out: Path | None) -> None:
+    """Print it, or write it to a file."""
+    if out is None:
+        print_parts(rendered)
+    else:
+        write_text(out, rendered)
+
+
+def append_step_summary(markdown: str) -> None:
+    """GitHub's step summary; one that cannot be written decides nothing."""
+    from mxdiag.commands.report.ci.gate import append_summary
+
+    failure = append_summary(os.environ.get("GITHUB_STEP_SUMMARY"), markdown)
+    if failure is not None:
+        complain(f"warning: {failure}")

@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 from mxdiag.cli import options
-from mxdiag.cli.output import check_interrupted, make_console, make_progress, run_folder, show
+from mxdiag.cli.output import (
+    check_interrupted,
+    make_console,
+    make_progress,
+    print_parts,
+    run_folder,
+)
 
 
 def scan(
@@ -19,7 +25,7 @@ def scan(
             help="Local folder, .safetensors or .gguf file, hub id, sample:dense or sample:moe.",
         ),
     ],
-    config: options.Config = None,
+    config: options.ConfigOption = None,
     operands: Annotated[
         str | None, typer.Option("--operands", help="Some of W,A,G. [default: W,A,G]")
     ] = None,
@@ -31,42 +37,43 @@ def scan(
             "[default: W and A in fprop, G in dgrad]",
         ),
     ] = None,
-    scale_rule: options.ScaleRule = None,
+    scale_rule: options.ScaleRuleOption = None,
     weights_only: Annotated[
         bool | None,
         typer.Option("--weights-only", help="Stream the checkpoint; build no model."),
     ] = None,
-    calib: options.Calib = None,
-    seq_len: options.SeqLen = None,
+    calib: options.CalibOption = None,
+    seq_len: options.SeqLenOption = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Run so many records. [default: 16]")
     ] = None,
-    include: options.Include = None,
-    exclude: options.Exclude = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    backend: options.Backend = None,
-    corrections: options.Corrections = None,
+    include: options.IncludeOption = None,
+    exclude: options.ExcludeOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    backend: options.BackendOption = None,
+    corrections: options.CorrectionsOption = None,
     sweep: Annotated[
         str | None,
         typer.Option("--sweep", help="scale: block scales with 0 to 8 mantissa bits."),
     ] = None,
-    seed: options.Seed = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    allow_pickle: options.AllowPickle = None,
+    seed: options.SeedOption = None,
+    revision: options.RevisionOption = None,
+    trust_remote_code: options.TrustRemoteCodeOption = None,
+    allow_pickle: options.AllowPickleOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Run folder. [default: reports/<model name>]"),
     ] = None,
     top: Annotated[int, typer.Option("--top", min=0, help="Rows to show; 0 shows all.")] = 15,
-    quiet: options.Quiet = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Measure a model and write a run folder.
 
     Every linear layer's MXFP4 error, split exactly, for weights, activations and gradients.
     """
-    from mxdiag import analyze
+    from mxdiag import api
+    from mxdiag.commands.scan.settings import scan_settings
 
     given = {
         "operands": operands,
@@ -89,13 +96,13 @@ def scan(
         "allow_pickle": allow_pickle,
     }
     folder = run_folder(out, model)
-    settings = analyze.scan_settings(config, given)
-    run = analyze.scan(model, settings=settings, progress=make_progress(quiet))
+    settings = scan_settings(config, given)
+    run = api.scan(model, settings=settings, progress=make_progress(quiet))
     check_interrupted()
     run.write(folder)
     if quiet:
         return
-    from mxdiag.report.tables import scan_summary
+    from mxdiag.commands.report.text.tables import scan_summary
 
     console = make_console()
-    show(scan_summary(run, console, top or None), f"\nrun written to {folder}")
+    print_parts(scan_summary(run, console, top or None), f"\nrun written to {folder}")

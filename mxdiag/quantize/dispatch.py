@@ -18,7 +18,7 @@ import numpy as np
 
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import ScaleRule, scale_rule
-from mxdiag.quantize.correction_base import Correction
+from mxdiag.quantize.corrections.base import Correction
 from mxdiag.quantize.sums import Sums
 
 if TYPE_CHECKING:
@@ -179,16 +179,16 @@ def canonical(x: Array, axis: int) -> Array:
 
 def _module(name: str) -> Any:
     if name == "cpu":
-        from mxdiag.quantize import cpu
+        from mxdiag.quantize.cpu import launch as cpu
 
         return cpu
     try:
-        from mxdiag.quantize import triton_kernel
+        from mxdiag.quantize.triton import launch as triton
     except ModuleNotFoundError:
         raise UsageError(
             "the triton backend needs the package triton", advice="Install it, or use --backend cpu"
         ) from None
-    return triton_kernel
+    return triton
 
 
 def measure(
@@ -220,7 +220,7 @@ def measure(
         if not isinstance(correction, Correction):
             raise UsageError(
                 f"{correction!r} is no correction",
-                advice="Pass mxdiag.corrections.parse_corrections('mbs,of')",
+                advice="Pass mxdiag.quantize.corrections.registry.parse_corrections('mbs,of')",
             )
     if tokens and len(x.shape) != 2:
         raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
@@ -239,9 +239,9 @@ def measure(
 
         sums = reference.measure(to_torch(blocks), rule, tokens=tokens)
     if unfused:
-        from mxdiag.quantize import corrections_reference
+        from mxdiag.quantize.corrections import reference as corrections_reference
 
-        sums.corrections |= corrections_reference.evaluate(
+        sums.corrections |= corrections_reference.evaluate_corrections(
             to_torch(blocks), rule, unfused, amax=amax
         )
     sums.corrections = {c.name: sums.corrections[c.name] for c in corrections}

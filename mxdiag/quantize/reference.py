@@ -32,7 +32,7 @@ from mxdiag.formats import (
     ScaleRule,
     scale_rule,
 )
-from mxdiag.quantize.sums import DELTA_BINS, Sums
+from mxdiag.quantize.sums import COMPONENTS, DELTA_BINS, Sums
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -40,9 +40,6 @@ _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PRECISIONS = {torch.bfloat16: (7, -126), torch.float16: (10, -14), torch.float32: (23, -126)}
 #: Integers of the same width. float64 needs none: no sum can tell 2^-1022 from 0.
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-
-#: The error components that can be injected; all three together are e = Q(x) - x.
-COMPONENTS = ("scale", "deadzone", "grid")
 
 
 @dataclass(frozen=True, slots=True)

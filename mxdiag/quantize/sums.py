@@ -38,6 +38,8 @@ COUNT_FIELDS = (
     "nonfinite_blocks",  # blocks that hold a NaN or an infinity
 )
 DELTA_BINS = 32
+#: The components that the error splits into; all three together are e = Q(x) - x.
+COMPONENTS = ("scale", "deadzone", "grid")
 
 #: Columns of `Sums.tokens`, one row per token.
 TOKEN_FIELDS = ("x2", "e2", "deadzone2")

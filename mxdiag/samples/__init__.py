@@ -1,6 +1,6 @@
 """The built-in samples: two small trained checkpoints, with calibration text in their domain.
 
-`sample:dense` is a Qwen3 decoder, `sample:moe` a Qwen3 mixture of experts. `mxdiag.samples.train`
+`sample:dense` is a Qwen3 decoder, `sample:moe` a Qwen3 mixture of experts. `tools.samples.train`
 makes them again. This module imports neither torch nor transformers.
 """
 

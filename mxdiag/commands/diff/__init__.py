@@ -1,0 +1,1 @@
+"""`mxdiag diff`: what moved between two runs."""

@@ -1,0 +1,1 @@
+"""`mxdiag gate`: error budgets, read by `parse`, judged by `evaluate`, written by `suggest`."""

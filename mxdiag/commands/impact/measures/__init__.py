@@ -1,0 +1,1 @@
+"""What is measured of a model with errors put in, and what of it is noise."""

@@ -1,0 +1,1 @@
+"""Texts that the quantized model writes, beside the reference's."""

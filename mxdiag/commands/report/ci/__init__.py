@@ -1,0 +1,1 @@
+"""Verdicts in the formats that CI systems read."""

@@ -1,0 +1,1 @@
+"""What the commands print on a terminal or into a pipe."""

@@ -1,0 +1,1 @@
+"""`mxdiag scan`: measure every linear layer of a model or checkpoint."""

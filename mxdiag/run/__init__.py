@@ -1,0 +1,1 @@
+"""A run: its rows, and the folder that holds it."""
