@@ -1,9 +1,8 @@
-"""From stored bytes to numbers, a range at a time: plain floats, FP8 with scales, MXFP4 and NVFP4.
+"""From stored bytes to numbers, a range at a time: plain floats, scaled 8-bit codes, MXFP4, NVFP4.
 
 Every class below is a `Values`: one stored weight seen as one flat row-major array of elements, of
 which `read` returns any range that starts and ends at a multiple of `granule`. What can be decoded
-exactly in bfloat16 (8-bit floats without scale, MXFP4) comes as bfloat16, other scaled formats as
-float32.
+exactly in bfloat16 (MXFP4) comes as bfloat16, other scaled formats as float32.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0, two codes per byte, low nibble first); the FP8
 and NVFP4 layouts of compressed-tensors and DeepSeek-V3's `weight_scale_inv` (value = code * scale).
@@ -29,7 +28,7 @@ PLAIN_DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-#: 8-bit floats, all of whose values bfloat16 holds exactly.
+#: 8-bit floats.
 FLOAT8 = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -37,6 +36,8 @@ FLOAT8 = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+#: Codes of one byte that become numbers when they are multiplied by a scale.
+CODES = {**FLOAT8, "I8": np.dtype(np.int8)}
 #: The lowest bit of each of the 16 codes in a 64-bit word.
 _LOW_BITS = np.uint64(0x1111_1111_1111_1111)
 _BYTES = np.uint64(0x0F0F_0F0F_0F0F_0F0F)
@@ -119,26 +120,8 @@ class PlainValues:
         return raw.view(self.dtype)
 
 
-class Float8Values:
-    """8-bit floats without a scale, as bfloat16 (exact)."""
-
-    granule = 1
-    dtype = np.dtype(ml_dtypes.bfloat16)
-
-    def __init__(self, tensor: StoredTensor, files: Files) -> None:
-        self._tensor, self._files = tensor, files
-        self._table = _float8_table(tensor.dtype).astype(ml_dtypes.bfloat16).view(np.uint16)
-
-    def read(self, start: int, count: int, buffers: Buffers) -> np.ndarray:
-        """See `Values.read`."""
-        raw = read_bytes(self._files, self._tensor, start, count, buffers, "raw")
-        out = buffers.get("out", count, np.uint16)
-        np.take(self._table, raw, out=out, mode="clip")
-        return out.view(self.dtype)
-
-
-class ScaledFloat8Values:
-    """8-bit floats times a scale per tensor, row, column or block, as float32.
+class ScaledCodesValues:
+    """8-bit floats or integers times a scale per tensor, row, column or block, as float32.
 
     `blocks` is (rows, columns) that share a scale; the scale tensor is [lead..., ceil(R / rows),
     ceil(C / columns)] for a weight [lead..., R, C], or one number for everything.
@@ -153,7 +136,7 @@ class ScaledFloat8Values:
         self._rows, self.granule = tensor.shape[-2], tensor.shape[-1]
         self._scale_rows = -(-self._rows // blocks[0])
         self._scale_cols = -(-self.granule // blocks[1])
-        self._table = _float8_table(tensor.dtype)
+        self._table = _code_table(tensor.dtype)
 
     def read(self, start: int, count: int, buffers: Buffers) -> np.ndarray:
         """See `Values.read`."""
@@ -289,13 +272,13 @@ def read_scales(
     size = 1 if dtype in FLOAT8 else PLAIN_DTYPES[dtype].itemsize
     raw = read_bytes(files, scale, first * size, count * size, buffers, name)
     if dtype in FLOAT8:
-        return _float8_table(dtype)[raw]
+        return _code_table(dtype)[raw]
     return raw.view(PLAIN_DTYPES[dtype]).astype(np.float32)
 
 
-def _float8_table(dtype: str) -> np.ndarray:
+def _code_table(dtype: str) -> np.ndarray:
     """float32 value of each of the 256 codes."""
-    return np.arange(256, dtype=np.uint8).view(FLOAT8[dtype]).astype(np.float32)
+    return np.arange(256, dtype=np.uint8).view(CODES[dtype]).astype(np.float32)
 
 
 def _fp4_pairs() -> np.ndarray:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxdiag.checkpoint.decode import (
+    CODES,
     FLOAT8,
     PLAIN_DTYPES,
     Files,
-    Float8Values,
     Fp4Values,
     PlainValues,
-    ScaledFloat8Values,
+    ScaledCodesValues,
     Values,
 )
 from mxdiag.checkpoint.safetensors import StoredTensor
@@ -27,6 +27,23 @@ Tensors = Mapping[str, StoredTensor]
 Found = tuple["Entry", list[str]]
 _LABELS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "F8_E4M3", "U8"})
+
+#: Scales of an 8-bit tensor T that public checkpoints store as T plus one of these: value = code *
+#: scale. `_scale_inv` is DeepSeek-V3's (a factor in spite of its name), `_scale` that of
+#: compressed-tensors, ModelOpt, Quark and FBGEMM.
+SCALES_OF_A_TENSOR = ("_scale_inv", "_scale")
+#: Scales of `M.weight` that stand beside it under the module M. `scale` is DeepSeek's inference
+#: format, `scale_weight` that of ComfyUI, `qscale_weight` that of Mistral's own files.
+SCALES_OF_A_MODULE = ("scale", "scale_weight", "qscale_weight")
+#: Scales of a module's input that a static recipe stores beside its weight; no part of the weight.
+SCALES_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "act_scale",
+    "scale_input",
+    "qscale_act",
+)
 #: Block edges tried, in order, where the config does not tell.
 _EDGES = (128, 32, 64, 256, 16, 512)
 
@@ -51,6 +68,8 @@ class Entry:
         Indices or a mask: a buffer, not a parameter.
     out_in
         The values are [..., out, in] whatever the family usually stores.
+    codes
+        What is stored are codes: numbers only once they are decoded with their scale.
     """
 
     name: str
@@ -60,6 +79,7 @@ class Entry:
     unsupported: str | None = None
     integer: bool = False
     out_in: bool = False
+    codes: bool = False
 
     @property
     def numel(self) -> int:
@@ -82,7 +102,7 @@ def entries_of(tensors: Tensors, config: Mapping[str, Any] | None) -> dict[str, 
             parts.update(dict.fromkeys(hit[1], name))
     entries: dict[str, Entry] = {}
     for name, tensor in tensors.items():
-        entry = found.get(name) or (None if name in parts else _plain(tensor))
+        entry = found.get(name) or (None if name in parts else _plain(tensor, tensors))
         if entry is not None:
             entries[entry.name] = entry
     return entries
@@ -97,16 +117,28 @@ def _quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {}
 
 
-def _plain(tensor: StoredTensor) -> Entry:
+def _plain(tensor: StoredTensor, tensors: Tensors) -> Entry:
     dtype, name, shape = tensor.dtype, tensor.name, tensor.shape
     if dtype in PLAIN_DTYPES:
         return Entry(name, shape, _LABELS[dtype], lambda files: PlainValues(tensor, files))
-    if dtype in FLOAT8 and dtype != "F8_E8M0":
-        return Entry(name, shape, float8_label(dtype), lambda files: Float8Values(tensor, files))
-    label = dtype.lower()
+    label = _code_label(dtype)
     if dtype in ("BOOL", "I64") or (dtype == "U8" and name.endswith("bias")):
         return Entry(name, shape, label, integer=True)  # indices and masks
-    return Entry(name, shape, label, unsupported=f"{label} numbers in no known encoding")
+    return Entry(name, shape, label, unsupported=_without_scale(name, label, tensors), codes=True)
+
+
+def _without_scale(name: str, label: str, tensors: Tensors) -> str:
+    """Why codes that no known scale belongs to are no weight."""
+    if not label.startswith(("fp8", "int8")):
+        return f"{label} numbers in no known encoding"
+    module = name.removesuffix("weight")
+    near = sorted(
+        other
+        for other in tensors
+        if other != name and other.startswith(module) and "scale" in other[len(module) :]
+    )
+    beside = f"; beside it is {near[0]}" if near and module else ""
+    return f"{label} codes without a scale that is known{beside}"
 
 
 def float8_label(dtype: str) -> str:
@@ -127,10 +159,12 @@ def _quantized(
         return _packed(name, tensor, tensors, quantization)
     if name.endswith(".qweight"):
         return _integer_packed(name, tensor, tensors, quantization)
-    if tensor.dtype in FLOAT8 and len(tensor.shape) >= 2:
-        return _scaled_float8(name, tensor, tensors, quantization)
+    if name.endswith(".weight._data"):
+        return _quanto(name, tensor, tensors, quantization)
+    if tensor.dtype in FLOAT8 and tensor.dtype != "F8_E8M0" and len(tensor.shape) >= 2:
+        return _scaled_codes(name, tensor, tensors, quantization)
     if name.endswith(".weight") and tensor.dtype in ("U8", "F4", "I8"):
-        return _byte_weight(name, tensor, tensors)
+        return _byte_weight(name, tensor, tensors, quantization)
     return None
 
 
@@ -145,7 +179,7 @@ def _gpt_oss(name: str, blocks: StoredTensor, tensors: Tensors) -> Found | None:
     fits = blocks.shape[-1] == 16 and scales.shape == blocks.shape[:-1]
     if not fits or scales.dtype not in ("U8", "F8_E8M0"):
         reason = "mxfp4 blocks and scales that disagree in shape"
-        return Entry(base, shape, "mxfp4", unsupported=reason), parts
+        return Entry(base, shape, "mxfp4", unsupported=reason, codes=True), parts
     return _mxfp4(base, shape, blocks, scales), parts
 
 
@@ -153,7 +187,7 @@ def _mxfp4(name: str, shape: tuple[int, ...], packed: StoredTensor, scale: Store
     def values(files: Files) -> Values:
         return Fp4Values(packed, scale, shape[-1], 32, files)
 
-    return Entry(name, shape, "mxfp4", values, out_in=True)
+    return Entry(name, shape, "mxfp4", values, out_in=True, codes=True)
 
 
 def _packed(
@@ -172,7 +206,7 @@ def _packed(
     last = int(packed.shape[-1] * per_byte) if packed.shape else 0
     kind = str(quantization.get("format") or "pack-quantized")[:40]
     reason = f"compressed-tensors {kind} weights"
-    return Entry(module, (*packed.shape[:-1], last), kind, unsupported=reason), parts
+    return Entry(module, (*packed.shape[:-1], last), kind, unsupported=reason, codes=True), parts
 
 
 def _fp4(
@@ -199,17 +233,21 @@ def _fp4(
     def values(files: Files) -> Values:
         return Fp4Values(packed, scale, row, 16, files, one, divide)
 
-    return Entry(name, shape, "nvfp4", values, out_in=True)
+    return Entry(name, shape, "nvfp4", values, out_in=True, codes=True)
 
 
-def _byte_weight(name: str, tensor: StoredTensor, tensors: Tensors) -> Found | None:
+def _byte_weight(
+    name: str, tensor: StoredTensor, tensors: Tensors, quantization: Mapping[str, Any]
+) -> Found | None:
     """A `.weight` of bytes: ModelOpt's FP4, bitsandbytes, or int8 with scales."""
     state = _bitsandbytes_parts(name, tensors)
     if state:
         four_bit = tensor.dtype == "U8"
         kind = "bitsandbytes 4-bit" if four_bit else "bitsandbytes int8"
         shape = (1, tensor.numel * 2) if four_bit else tensor.shape
-        return Entry(name, shape, kind, unsupported=f"{kind} weights"), [name, *state]
+        return Entry(name, shape, kind, unsupported=f"{kind} weights", codes=True), [name, *state]
+    if tensor.dtype == "I8" and name + "_zero_point" not in tensors and len(tensor.shape) >= 2:
+        return _scaled_codes(name, tensor, tensors, quantization)
     scale = tensors.get(name + "_scale")
     if scale is None:
         return None
@@ -220,7 +258,9 @@ def _byte_weight(name: str, tensor: StoredTensor, tensors: Tensors) -> Found | N
         if entry is not None:
             return entry, parts
     label = tensor.dtype.lower()
-    return Entry(name, tensor.shape, label, unsupported=f"{label} weights with scales"), parts
+    return Entry(
+        name, tensor.shape, label, unsupported=f"{label} weights with scales", codes=True
+    ), parts
 
 
 def _bitsandbytes_parts(name: str, tensors: Tensors) -> list[str]:
@@ -240,28 +280,64 @@ def _integer_packed(
     rows = packed.shape[0] if packed.shape else 1
     shape = (rows, numel // rows) if rows else (0, 0)
     parts = [name, *_present(tensors, module, ("qzeros", "scales", "g_idx"))]
-    return Entry(module + "weight", shape, method, unsupported=f"{method} weights"), parts
+    return Entry(
+        module + "weight", shape, method, unsupported=f"{method} weights", codes=True
+    ), parts
 
 
-def _scaled_float8(
+def _scaled_codes(
     name: str, tensor: StoredTensor, tensors: Tensors, quantization: Mapping[str, Any]
 ) -> Found | None:
-    """FP8 with `weight_scale_inv` (DeepSeek-V3) or `weight_scale` (compressed-tensors)."""
-    found = _present(tensors, name, ("_scale_inv", "_scale"))
-    if not found or tensor.dtype == "F8_E8M0":
+    """FP8 or int8 codes with the one scale that their names tell; None where there is none."""
+    found = _present(tensors, name, SCALES_OF_A_TENSOR)
+    if name.endswith(".weight"):
+        found += _present(tensors, name.removesuffix("weight"), SCALES_OF_A_MODULE)
+    if not found:
         return None
-    scale, label = tensors[found[0]], float8_label(tensor.dtype)
     parts = [name, *found, *_input_scales(tensors, name)]
-    blocks = None if tensor.numel == 0 else _blocks(tensor.shape, scale, quantization)
+    if len(found) > 1:
+        label = _code_label(tensor.dtype)
+        reason = f"{label} codes with {len(found)} scales: {' and '.join(found)}"
+        return Entry(name, tensor.shape, label, unsupported=reason, codes=True), parts
+    return _times(name, tensor, tensors[found[0]], quantization), parts
+
+
+def _quanto(
+    name: str, tensor: StoredTensor, tensors: Tensors, quantization: Mapping[str, Any]
+) -> Found:
+    """optimum-quanto: P.weight._data with P.weight._scale, and _shift where it is asymmetric."""
+    weight = name.removesuffix("._data")
+    parts = [name, *_present(tensors, weight, ("._scale", "._shift"))]
+    scale = tensors.get(weight + "._scale")
+    if scale is None or weight + "._shift" in tensors or tensor.dtype not in CODES:
+        label = f"quanto {tensor.dtype.lower()}"
+        return Entry(weight, tensor.shape, label, unsupported=f"{label} codes", codes=True), parts
+    return _times(weight, tensor, scale, quantization), parts
+
+
+def _times(
+    name: str, codes: StoredTensor, scale: StoredTensor, quantization: Mapping[str, Any]
+) -> Entry:
+    """The weight that is codes times a scale; unsupported where the scale's shape is in doubt."""
+    label, shape = _code_label(codes.dtype), codes.shape
+    blocks = _blocks(shape, scale, quantization) if codes.numel and len(shape) >= 2 else None
     if scale.dtype not in _SCALE_DTYPES or blocks is None:
-        shapes = f"scales {list(scale.shape)} of {scale.dtype} for weights {list(tensor.shape)}"
-        return Entry(name, tensor.shape, label, unsupported=f"{label} with {shapes}"), parts
+        reason = (
+            f"{label} with scales {list(scale.shape)} of {scale.dtype} for weights {list(shape)}"
+        )
+        return Entry(name, shape, label, unsupported=reason, codes=True)
 
     def values(files: Files) -> Values:
-        return ScaledFloat8Values(tensor, scale, blocks, files)
+        return ScaledCodesValues(codes, scale, blocks, files)
 
-    label += f"+{_block_label(blocks, tensor.shape)}"
-    return Entry(name, tensor.shape, label, values), parts
+    return Entry(name, shape, f"{label}+{_block_label(blocks, shape)}", values, codes=True)
+
+
+def _code_label(dtype: str) -> str:
+    """ "fp8_e4m3" for F8_E4M3, "int8" for I8, else the dtype's name."""
+    if dtype in FLOAT8:
+        return float8_label(dtype)
+    return "int8" if dtype == "I8" else dtype.lower()
 
 
 def _blocks(
@@ -310,7 +386,7 @@ def _present(tensors: Tensors, prefix: str, endings: Iterable[str]) -> list[str]
 
 def _input_scales(tensors: Tensors, weight: str) -> list[str]:
     """Scales of the activations that a static recipe stores beside a weight."""
-    return _present(tensors, weight.removesuffix("weight"), ("input_scale", "input_global_scale"))
+    return _present(tensors, weight.removesuffix("weight"), SCALES_OF_ACTIVATIONS)
 
 
 def _weight_bits(quantization: Mapping[str, Any]) -> int:

@@ -4,20 +4,31 @@ functions.
 GGUF is little-endian: magic, version, counts, key/value pairs, tensor descriptions, then the data
 at `general.alignment`. Source: the format's description in the ggml repository. Tensors are [out,
 in] as NumPy sees them; llama-family files keep q and k with their rotary halves interleaved, which
-is undone here.
+is undone here. A weight `X.weight` may have a scale `X.scale` beside it, one number or one per
+expert, that multiplies it (NVFP4, BitNet). A model may be split over files, each with a header.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mxdiag.checkpoint.decode import PLAIN_DTYPES, Buffers, Files, PlainValues, Values, read_bytes
+from mxdiag.checkpoint.decode import (
+    PLAIN_DTYPES,
+    Buffers,
+    Files,
+    PlainValues,
+    Values,
+    read_bytes,
+    read_scales,
+)
 from mxdiag.checkpoint.encodings import Entry
 from mxdiag.checkpoint.gguf_names import config_from, expert_names, huggingface_name
 from mxdiag.checkpoint.safetensors import DAMAGED, StoredTensor, open_regular, read_into
@@ -94,13 +105,26 @@ class _Header:
         return None
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Entry], dict[str, Any], list[str]]:
-    """Entries, a config in Hugging Face's words, and warnings.
+#: How a file that is one of several is called.
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def read_gguf(
+    path: Path, beside: Callable[[str], Path] | None = None
+) -> tuple[list[Path], dict[str, Entry], dict[str, Any]]:
+    """The files of a model, its entries, and a config in Hugging Face's words.
+
+    Parameters
+    ----------
+    path
+        The file, or any part of a split one.
+    beside
+        The path of another part by its name; by default in the same folder.
 
     Raises
     ------
     CheckpointError
-        The file is damaged, or the `gguf` package is not installed.
+        A file is damaged or missing, or the `gguf` package is not installed.
     """
     try:
         import gguf
@@ -108,6 +132,97 @@ def read_gguf(path: Path) -> tuple[dict[str, Entry], dict[str, Any], list[str]]:
         raise CheckpointError(
             "needs the gguf package", where=path, advice='Install it: pip install "mxdiag[gguf]"'
         ) from None
+    files, metadata, stored = _parts(path, beside or path.with_name, gguf)
+    config = config_from(metadata)
+    scales = {
+        tensor.name: tensor
+        for tensor, _ in stored.values()
+        if tensor.name.endswith(".scale") and _weight_of(tensor.name) in stored
+    }
+    entries: dict[str, Entry] = {}
+    for tensor, kind in stored.values():
+        if tensor.name in scales:
+            continue
+        scale = scales.get(tensor.name.removesuffix("weight") + "scale")
+        for entry in _entries(tensor, kind, scale, config, gguf):
+            if entry.name in entries:
+                raise CheckpointError(
+                    f"holds tensor {entry.name!r} twice", where=tensor.path, advice=DAMAGED
+                )
+            entries[entry.name] = entry
+    # A file without an output head uses the embedding (llama.cpp's rule).
+    heads = any(role_of(layer_name(name)) == "lm_head" for name in entries)
+    return files, entries, {**config, "tie_word_embeddings": not heads}
+
+
+def _weight_of(scale: str) -> str:
+    return scale.removesuffix("scale") + "weight"
+
+
+Stored = dict[str, tuple[StoredTensor, Any]]
+
+
+def _parts(
+    path: Path, beside: Callable[[str], Path], gguf: Any
+) -> tuple[list[Path], dict[str, Any], Stored]:
+    """Files, metadata and tensors of the model that `path` is, or is a part of."""
+    metadata, stored = _one_file(path, gguf)
+    count = metadata.get("split.count", 1)
+    if not isinstance(count, int) or not 1 <= count <= 99999:
+        raise CheckpointError(f"has split.count {count}", where=path, advice=DAMAGED)
+    if count == 1:
+        return [path], metadata, stored
+    named = PART_NAME.fullmatch(path.name)
+    if named is None or int(named[3]) != count:
+        raise CheckpointError(
+            f"is one of {count} parts of a model, and its name does not tell the others",
+            where=path,
+            advice=f"Expected <name>-00001-of-{count:05}.gguf and so on, as llama.cpp names them",
+        )
+    files: list[Path] = []
+    first: dict[str, Any] = {}
+    whole: Stored = {}
+    for number in range(count):
+        name = f"{named[1]}-{number + 1:05}-of-{count:05}.gguf"
+        part = path if name == path.name else _existing(beside, name, path)
+        metadata, stored = _one_file(part, gguf)
+        told = metadata.get("split.no"), metadata.get("split.count")
+        if told != (number, count):
+            raise CheckpointError(
+                f"says that it is part {told[0]} of {told[1]}, against its name",
+                where=part,
+                advice="Download the parts again",
+            )
+        twice = next((tensor for tensor in stored if tensor in whole), None)
+        if twice is not None:
+            raise CheckpointError(f"holds tensor {twice!r} as well", where=part, advice=DAMAGED)
+        files.append(part)
+        first = first or metadata
+        whole |= stored
+    total = first.get("split.tensors.count", len(whole))
+    if total != len(whole):
+        raise CheckpointError(
+            f"the {count} parts hold {len(whole)} tensors, not {total}",
+            where=path,
+            advice="Download the parts again",
+        )
+    return files, first, whole
+
+
+def _existing(beside: Callable[[str], Path], name: str, path: Path) -> Path:
+    try:
+        part = beside(name)
+        found = part.exists()
+    except CheckpointError:
+        found = False
+    if not found:
+        raise CheckpointError(
+            f"needs its other part {name}, which is missing", where=path, advice="Download it"
+        )
+    return part
+
+
+def _one_file(path: Path, gguf: Any) -> tuple[dict[str, Any], Stored]:
     header = _Header(path)
     if bytes(header.take(4)) != b"GGUF":
         raise CheckpointError("is no GGUF file", where=path, advice=DAMAGED)
@@ -118,18 +233,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Entry], dict[str, Any], list[str]]:
     for _ in range(pairs):
         key = header.text()
         metadata[key] = header.value(header.number("I"))
-    config = config_from(metadata)
-    entries: dict[str, Entry] = {}
+    stored: Stored = {}
     for tensor, kind in _descriptions(header, tensors, metadata, gguf):
-        for entry in _entries(tensor, kind, config, gguf):
-            if entry.name in entries:
-                raise CheckpointError(
-                    f"holds tensor {entry.name!r} twice", where=path, advice=DAMAGED
-                )
-            entries[entry.name] = entry
-    # A file without an output head uses the embedding (llama.cpp's rule).
-    heads = any(role_of(layer_name(name)) == "lm_head" for name in entries)
-    return entries, {**config, "tie_word_embeddings": not heads}, []
+        if tensor.name in stored:
+            raise CheckpointError(f"holds tensor {tensor.name!r} twice", where=path, advice=DAMAGED)
+        stored[tensor.name] = tensor, kind
+    return metadata, stored
 
 
 def _descriptions(
@@ -173,7 +282,13 @@ def _descriptions(
         yield StoredTensor(name, kind.name, shape, header.path, begin + offset, nbytes), kind
 
 
-def _entries(tensor: StoredTensor, kind: Any, config: dict[str, Any], gguf: Any) -> Iterator[Entry]:
+def _entries(
+    tensor: StoredTensor,
+    kind: Any,
+    scale: StoredTensor | None,
+    config: Mapping[str, Any],
+    gguf: Any,
+) -> Iterator[Entry]:
     """One entry, or one per expert of a stack."""
     name = huggingface_name(tensor.name, config)
     label = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}.get(
@@ -183,33 +298,64 @@ def _entries(tensor: StoredTensor, kind: Any, config: dict[str, Any], gguf: Any)
     if kind.name == "I64":
         yield Entry(name, tensor.shape, label, integer=True)
         return
-    if len(tensor.shape) == 3 and (names := expert_names(name, tensor.shape[0], config)):
-        each = tensor.nbytes // tensor.shape[0]
-        for i, expert in enumerate(names):
-            part = StoredTensor(
-                tensor.name,
-                tensor.dtype,
-                tensor.shape[1:],
-                tensor.path,
-                tensor.begin + i * each,
-                each,
-            )
-            yield _entry(expert, label, part, kind, None, gguf)
+    stack = len(tensor.shape) == 3
+    names = expert_names(name, tensor.shape[0], config) if stack else []
+    if scale is not None and scale.numel not in (1, len(names)):
+        reason = f"{label} with {scale.numel} scales for weights {list(tensor.shape)}"
+        yield Entry(name, tensor.shape, label, unsupported=reason, out_in=True, codes=True)
         return
-    yield _entry(name, label, tensor, kind, _rotary_head(tensor, config), gguf)
+    if not names:
+        factor = None if scale is None else Factor(scale, 0)
+        yield _entry(name, label, tensor, kind, _rotary_head(tensor, config), factor, gguf)
+        return
+    each = tensor.nbytes // tensor.shape[0]
+    for i, expert in enumerate(names):
+        part = StoredTensor(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape[1:],
+            tensor.path,
+            tensor.begin + i * each,
+            each,
+        )
+        factor = None if scale is None else Factor(scale, i if scale.numel > 1 else 0)
+        yield _entry(expert, label, part, kind, None, factor, gguf)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """Element `index` of a stored tensor, by which a whole weight is multiplied."""
+
+    scale: StoredTensor
+    index: int
+
+    def read(self, files: Files, buffers: Buffers) -> np.ndarray:
+        """The number, as a float32 array of one element."""
+        return read_scales(self.scale, self.index, 1, files, buffers, "factor")
 
 
 def _entry(
-    name: str, label: str, tensor: StoredTensor, kind: Any, head: int | None, gguf: Any
+    name: str,
+    label: str,
+    tensor: StoredTensor,
+    kind: Any,
+    head: int | None,
+    factor: Factor | None,
+    gguf: Any,
 ) -> Entry:
     def values(files: Files) -> Values:
-        if kind.name in _PLAIN_TYPES and head is None:
+        if kind.name in _PLAIN_TYPES and head is None and factor is None:
             return PlainValues(tensor, files)
-        return GgufValues(tensor, kind, head, files, gguf)
+        return GgufValues(tensor, kind, head, factor, files, gguf)
 
-    known = kind.name in _PLAIN_TYPES or _decodes(kind, gguf)
+    plain = kind.name in _PLAIN_TYPES
+    known = plain or _decodes(kind, gguf)
     reason = None if known else f"{label}, which the installed gguf package does not decode"
-    return Entry(name, tensor.shape, label, values if known else None, reason, out_in=True)
+    if factor is not None and factor.scale.dtype not in PLAIN_DTYPES:
+        known, reason = False, f"{label} with a scale of type {factor.scale.dtype}"
+    codes = not plain or factor is not None
+    found = values if known else None
+    return Entry(name, tensor.shape, label, found, reason, out_in=True, codes=codes)
 
 
 def _decodes(kind: Any, gguf: Any) -> bool:
@@ -222,7 +368,7 @@ def _decodes(kind: Any, gguf: Any) -> bool:
     return True
 
 
-def _rotary_head(tensor: StoredTensor, config: dict[str, Any]) -> int | None:
+def _rotary_head(tensor: StoredTensor, config: Mapping[str, Any]) -> int | None:
     """Rows of one head where the llama converter interleaved the rotary halves, else None."""
     if not config["rotary_interleaved"] or len(tensor.shape) != 2:
         return None
@@ -240,19 +386,19 @@ class GgufValues:
     """A ggml-quantized tensor, decoded to float32 by `gguf.quants.dequantize`, in whole rows."""
 
     def __init__(
-        self, tensor: StoredTensor, kind: Any, head: int | None, files: Files, gguf: Any
+        self,
+        tensor: StoredTensor,
+        kind: Any,
+        head: int | None,
+        factor: Factor | None,
+        files: Files,
+        gguf: Any,
     ) -> None:
-        self._tensor, self._kind, self._head, self._files, self._gguf = (
-            tensor,
-            kind,
-            head,
-            files,
-            gguf,
-        )
+        self._tensor, self._kind, self._head, self._files = tensor, kind, head, files
+        self._factor, self._gguf = factor, gguf
         self.granule = tensor.shape[-1]
-        self.dtype = (
-            np.dtype(np.float32) if kind.name not in _PLAIN_TYPES else PLAIN_DTYPES[kind.name]
-        )
+        plain = kind.name in _PLAIN_TYPES and factor is None
+        self.dtype = PLAIN_DTYPES[kind.name] if plain else np.dtype(np.float32)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         self._row_bytes = self.granule // block * size
 
@@ -271,7 +417,12 @@ class GgufValues:
         size = self._row_bytes
         raw = read_bytes(self._files, self._tensor, first * size, rows * size, buffers, "raw")
         if self._kind.name in _PLAIN_TYPES:
-            return raw.view(self.dtype).reshape(rows, self.granule)
+            decoded = raw.view(PLAIN_DTYPES[self._kind.name]).reshape(rows, self.granule)
+            if self._factor is None:
+                return decoded
         with np.errstate(all="ignore"):  # NaN and Inf scales in the data are counted by the kernel
-            decoded = self._gguf.quants.dequantize(raw.reshape(rows, size), self._kind)
+            if self._kind.name not in _PLAIN_TYPES:
+                decoded = self._gguf.quants.dequantize(raw.reshape(rows, size), self._kind)
+            if self._factor is not None:
+                decoded = decoded.astype(np.float32) * self._factor.read(self._files, buffers)
         return np.ascontiguousarray(decoded, np.float32).reshape(rows, self.granule)

@@ -10,7 +10,7 @@ is refused. No code from a checkpoint runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
@@ -157,8 +157,8 @@ def _open_folder(given: Path, folder: Path, allow_pickle: bool) -> Checkpoint:
     if chosen is not None:
         return _from_safetensors(given, chosen, config, warnings)
     ggufs = [name for name in names if name.endswith(".gguf")]
-    if len(ggufs) == 1:
-        return _from_gguf(given, inside(folder, ggufs[0]))
+    if len(ggufs) == 1 or _is_one_in_parts(ggufs):
+        return _from_gguf(given, inside(folder, ggufs[0]), lambda name: inside(folder, name))
     if ggufs:
         raise CheckpointError(
             f"holds {len(ggufs)} GGUF files", where=given, advice="Pass one of them"
@@ -167,6 +167,14 @@ def _open_folder(given: Path, folder: Path, allow_pickle: bool) -> Checkpoint:
     if pickles:
         return _from_pickle(given, pickles, config, allow_pickle)
     raise _nothing_here(given, folder, names)
+
+
+def _is_one_in_parts(ggufs: list[str]) -> bool:
+    """Whether the names are those of the parts of one split GGUF model."""
+    from mxdiag.checkpoint.gguf import PART_NAME
+
+    parts = [PART_NAME.fullmatch(name) for name in ggufs]
+    return bool(parts) and len({part and (part[1], part[3]) for part in parts}) == 1 and all(parts)
 
 
 def _nothing_here(given: Path, folder: Path, names: list[str]) -> CheckpointError:
@@ -346,11 +354,11 @@ def _from_safetensors(
     return Checkpoint(given, list(chosen), entries_of(tensors, config), config, warnings)
 
 
-def _from_gguf(given: Path, file: Path) -> Checkpoint:
+def _from_gguf(given: Path, file: Path, beside: Callable[[str], Path] | None = None) -> Checkpoint:
     from mxdiag.checkpoint.gguf import read_gguf
 
-    entries, config, warnings = read_gguf(file)
-    return Checkpoint(given, [file], entries, config, warnings)
+    files, entries, config = read_gguf(file, beside)
+    return Checkpoint(given, files, entries, config)
 
 
 def _choose_pickles(folder: Path, names: list[str]) -> list[Path]:

@@ -334,7 +334,7 @@ REFUSED = {
         "compressed-tensors pack-quantized weights",
         32 * 128,
     ),
-    "int8": ({f"{NAME}.weight": np.zeros((8, 8), np.int8)}, None, "i8 numbers in no known", 64),
+    "int8": ({f"{NAME}.weight": np.zeros((8, 8), np.int8)}, None, "int8 codes without", 64),
     "orphan blocks": (
         {"x.down_proj_blocks": np.zeros((2, 8, 1, 16), np.uint8)},
         None,

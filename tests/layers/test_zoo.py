@@ -147,7 +147,11 @@ def test_without_weight_gradients_every_gradient_is_the_same(item: Entry) -> Non
     assert flags == [p.requires_grad for p in model.parameters()]
     assert set(whole.g) == set(alone.g)
     for product, g in whole.g.items():
-        assert torch.equal(g, alone.g[product]), product
+        # On some CPUs torch sums an input's gradient in another order where no parameter's is
+        # asked for: float32 sums of a few hundred terms then differ by a few units in the last
+        # place of the largest.
+        close = 1e-6 * float(g.abs().max())
+        assert torch.allclose(g, alone.g[product], rtol=0, atol=close), product
 
 
 @entries

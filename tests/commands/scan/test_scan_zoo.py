@@ -18,8 +18,11 @@ from mxdiag.run.rows import MEASURED
 from zoo import ZOO, Entry, batch, build, loss_of
 
 OPTIONS = {"gemms": "fprop,dgrad,wgrad", "corrections": "none"}
-#: Float32 sums of a block on the fast path against float64 in the reference.
-FAST = {"rel": 1e-6, "abs": 1e-9}
+#: W: float32 sums of a block on the fast path against float64 in the reference. A and G as well
+#: depend, in their last bits and on some CPUs, on whether torch is asked for the parameters'
+#: gradients, which chooses its kernels; a last bit can move a value across a step of the grid.
+LOOSE = {"rel": 1e-4, "abs": 1e-9}
+FAST = {"W": {"rel": 1e-6, "abs": 1e-9}, "A": LOOSE, "G": LOOSE}
 
 
 def loss_for(item: Entry, seen: list[Tensor]):
@@ -50,6 +53,7 @@ def assert_same_bits(before: list[Tensor | None], after: list[Tensor | None]) ->
 def assert_is(row: dict, calls: list[Tensor], cell) -> None:
     """A row's numbers are those of its tensors."""
     sums, counts = direct(calls, cell)
+    fast = FAST[cell.operand]
     assert row["numel"] == counts["numel"]
     for column, field in (
         ("deadzone_frac", "deadzone"),
@@ -59,12 +63,12 @@ def assert_is(row: dict, calls: list[Tensor], cell) -> None:
         assert row[column] == pytest.approx(counts[field] / counts["counted"], rel=1e-15)
     assert row["status"] == ("ok" if sums["e2"] else "exact" if sums["x2"] else "zero")
     if sums["x2"]:
-        assert row["rel_mse"] == pytest.approx(sums["e2"] / sums["x2"], **FAST)
-        assert row["gain"] == pytest.approx(sums["qx"] / sums["x2"], **FAST)
+        assert row["rel_mse"] == pytest.approx(sums["e2"] / sums["x2"], **fast)
+        assert row["gain"] == pytest.approx(sums["qx"] / sums["x2"], **fast)
     if sums["e2"]:
-        assert row["recoverable"] == pytest.approx(sums["deadzone2"] / sums["e2"], **FAST)
-        assert row["irreducible"] == pytest.approx(sums["grid2"] / sums["e2"], **FAST)
-        assert row["scale_energy"] == pytest.approx(sums["scale2"] / sums["e2"], **FAST)
+        assert row["recoverable"] == pytest.approx(sums["deadzone2"] / sums["e2"], **fast)
+        assert row["irreducible"] == pytest.approx(sums["grid2"] / sums["e2"], **fast)
+        assert row["scale_energy"] == pytest.approx(sums["scale2"] / sums["e2"], **fast)
         assert abs(row["closure_residual"]) < 1e-6
 
 
