@@ -159,12 +159,12 @@ def _weight_of(scale: str) -> str:
     return scale.removesuffix("scale") + "weight"
 
 
-Stored = dict[str, tuple[StoredTensor, Any]]
+GgufTensors = dict[str, tuple[StoredTensor, Any]]
 
 
 def _parts(
     path: Path, beside: Callable[[str], Path], gguf: Any
-) -> tuple[list[Path], dict[str, Any], Stored]:
+) -> tuple[list[Path], dict[str, Any], GgufTensors]:
     """Files, metadata and tensors of the model that `path` is, or is a part of."""
     metadata, stored = _one_file(path, gguf)
     count = metadata.get("split.count", 1)
@@ -181,7 +181,7 @@ def _parts(
         )
     files: list[Path] = []
     first: dict[str, Any] = {}
-    whole: Stored = {}
+    whole: GgufTensors = {}
     for number in range(count):
         name = f"{named[1]}-{number + 1:05}-of-{count:05}.gguf"
         part = path if name == path.name else _existing(beside, name, path)
@@ -222,7 +222,7 @@ def _existing(beside: Callable[[str], Path], name: str, path: Path) -> Path:
     return part
 
 
-def _one_file(path: Path, gguf: Any) -> tuple[dict[str, Any], Stored]:
+def _one_file(path: Path, gguf: Any) -> tuple[dict[str, Any], GgufTensors]:
     header = _Header(path)
     if bytes(header.take(4)) != b"GGUF":
         raise CheckpointError("is no GGUF file", where=path, advice=DAMAGED)
@@ -233,7 +233,7 @@ def _one_file(path: Path, gguf: Any) -> tuple[dict[str, Any], Stored]:
     for _ in range(pairs):
         key = header.text()
         metadata[key] = header.value(header.number("I"))
-    stored: Stored = {}
+    stored: GgufTensors = {}
     for tensor, kind in _descriptions(header, tensors, metadata, gguf):
         if tensor.name in stored:
             raise CheckpointError(f"holds tensor {tensor.name!r} twice", where=path, advice=DAMAGED)
