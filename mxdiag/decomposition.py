@@ -23,7 +23,7 @@ from mxdiag.quantize.sums import CORRECTION_FIELDS, COUNT_FIELDS, DELTA_BINS, SU
 from mxdiag.quantize.token_sums import TokenSums
 
 if TYPE_CHECKING:
-    from mxdiag.quantize.corrections.registry import Correction
+    from mxdiag.quantize.corrections.base import Correction, Whole
     from mxdiag.quantize.dispatch import Array
 
 #: The derived quantities that a row of results carries, in the order of its columns.
@@ -338,7 +338,7 @@ def decompose(
     *,
     tokens: bool = False,
     corrections: Sequence[Correction] = (),
-    amax: float | None = None,
+    whole: Whole | None = None,
     backend: str = "auto",
 ) -> Decomposition:
     """Split the MXFP4 error of a tensor into scale bias, deadzone truncation and grid noise.
@@ -355,8 +355,9 @@ def decompose(
         For [tokens, features]: also the means of per-token ratios.
     corrections
         Corrections to evaluate in the same pass (see `mxdiag.quantize.corrections.registry`).
-    amax
-        The whole tensor's largest absolute value, where `tensor` is a piece of it.
+    whole
+        The matrix that `tensor` is cut from, where it is a piece: the sum over the pieces is then
+        what the whole gives, for every correction.
     backend
         `auto`, `reference`, `cpu` or `triton`.
 
@@ -377,7 +378,7 @@ def decompose(
         scale_rule,
         tokens=tokens,
         corrections=corrections,
-        amax=amax,
+        whole=whole,
         backend=backend,
     )
     return Decomposition.of(sums, scale_rule)

@@ -36,8 +36,8 @@ class Chunk(NamedTuple):
 
     `data` is W[row : row + rows, col : col + cols] of W = [out, in], a view of a buffer that is
     reused once the next chunk is asked for: C-contiguous, or strided where W is stored [in, out]
-    or interleaved with another segment. `row` and `col` are multiples of 128, so every 32-block
-    along either axis, and every macro block of 128, lies in one chunk.
+    or interleaved with another segment. `row` and `col` are multiples of `align`, 128 or more: every
+    32-block along either axis, and every macro block of 128, lies in one chunk.
     """
 
     linear: Linear
@@ -76,21 +76,25 @@ class _Piece(NamedTuple):
 
 
 def stream(
-    checkpoint: Checkpoint, linears: Iterable[Linear], *, ahead: bool = True
+    checkpoint: Checkpoint,
+    linears: Iterable[Linear],
+    *,
+    ahead: bool = True,
+    align: int = ALIGN,
 ) -> Iterator[Chunk]:
     """The weights of `linears`, piece by piece, in the order in which the files hold them.
 
     Layers that share stored rows (interleaved gate and up, GPT-2's q, k and v) are read once and
     their chunks alternate; `Chunk.last` marks a layer's last. With `ahead`, a thread reads the
-    next piece while the caller works on the current one. A chunk's data is valid until the next is
-    asked for.
+    next piece while the caller works on the current one. Chunks begin at multiples of `align` along
+    both axes, itself a multiple of 128. A chunk's data is valid until the next is asked for.
 
     Raises
     ------
     CheckpointError
         A file cannot be read, or a layer cannot be decoded.
     """
-    pieces = _pieces(checkpoint, stored_rows(checkpoint, linears))
+    pieces = _pieces(checkpoint, stored_rows(checkpoint, linears), align)
     if not ahead:
         buffers = Buffers()
         for piece, values in pieces:
@@ -145,14 +149,16 @@ def _numel(checkpoint: Checkpoint, linear: Linear) -> int:
     return 0 if entry is None else entry.numel
 
 
-def _pieces(checkpoint: Checkpoint, groups: list[StoredRows]) -> Iterator[tuple[_Piece, Values]]:
+def _pieces(
+    checkpoint: Checkpoint, groups: list[StoredRows], align: int
+) -> Iterator[tuple[_Piece, Values]]:
     """Cut each group into aligned whole rows, or into aligned tiles where rows are huge."""
     for group in groups:
         values = checkpoint.values(group.tensor)
         row_bytes = group.width * values.dtype.itemsize
-        rows = max(ALIGN, CHUNK_BYTES // row_bytes // ALIGN * ALIGN)
+        rows = max(align, CHUNK_BYTES // row_bytes // align * align)
         cols = group.width
-        if min(rows, group.count) * row_bytes > MAX_CHUNK_BYTES:
+        if min(rows, group.count) * row_bytes > MAX_CHUNK_BYTES * (align // ALIGN):
             if (
                 values.granule != 1
                 or len(group.members) > 1
@@ -162,8 +168,8 @@ def _pieces(checkpoint: Checkpoint, groups: list[StoredRows]) -> Iterator[tuple[
                     f"{group.tensor}: rows of {group.width:,} elements are too long to decode",
                     where=checkpoint.path,
                 )
-            rows = ALIGN
-            cols = max(ALIGN, CHUNK_BYTES // (ALIGN * values.dtype.itemsize) // ALIGN * ALIGN)
+            rows = align
+            cols = max(align, CHUNK_BYTES // (align * values.dtype.itemsize) // align * align)
         first_col, end_col = _column_range(group, cols)
         for first in range(0, group.count, rows):
             many = min(rows, group.count - first)

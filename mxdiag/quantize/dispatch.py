@@ -18,7 +18,7 @@ import numpy as np
 
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import ScaleRule, scale_rule
-from mxdiag.quantize.corrections.base import Correction
+from mxdiag.quantize.corrections.base import Context, Correction, Whole
 from mxdiag.quantize.sums import Sums
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def measure(
     tokens: bool = False,
     backend: str = "auto",
     corrections: Sequence[Correction] = (),
-    amax: float | None = None,
+    whole: Whole | None = None,
 ) -> Sums:
     """Raw sums of x in MXFP4 blocks along `axis`.
 
@@ -211,9 +211,9 @@ def measure(
         Also return sums per token. x must be 2-D [tokens, features]; either axis may be blocked.
     corrections
         Corrections to evaluate in the same pass.
-    amax
-        The whole tensor's largest absolute value where x is a piece of it: formats with a
-        per-tensor scale need it. Taken from x if None.
+    whole
+        The matrix that x is cut from, where it is a piece: scales of a tensor and random draws go
+        by it. Sums of all pieces are then the whole's.
     """
     x = accepted(x)
     for correction in corrections:
@@ -224,6 +224,8 @@ def measure(
             )
     if tokens and len(x.shape) != 2:
         raise TensorError(f"token sums need a 2-D tensor, not {len(x.shape)}-D")
+    if whole is not None and len(x.shape) != 2:
+        raise TensorError(f"a piece of a matrix is 2-D, not {len(x.shape)}-D")
     rule, chosen = scale_rule(rule), choose_backend(x, backend)
     blocks = canonical(to_numpy(x) if chosen == "cpu" else x, axis)
     unfused = corrections
@@ -231,6 +233,7 @@ def measure(
         cpu = _module("cpu")
         fused = [correction for correction in corrections if cpu.is_fused(correction)]
         unfused = [correction for correction in corrections if not cpu.is_fused(correction)]
+        amax = None if whole is None else whole.amax
         sums = cpu.measure(blocks, rule, tokens=tokens, corrections=fused, amax=amax)
     elif chosen == "triton":
         sums = _module("triton").measure(to_torch(blocks), rule, tokens=tokens)
@@ -239,13 +242,28 @@ def measure(
 
         sums = reference.measure(to_torch(blocks), rule, tokens=tokens)
     if unfused:
-        from mxdiag.quantize.corrections import reference as corrections_reference
+        from mxdiag.quantize.corrections.evaluate import evaluate_corrections
 
-        sums.corrections |= corrections_reference.evaluate_corrections(
-            to_torch(blocks), rule, unfused, amax=amax
-        )
+        context = None if whole is None else _context(blocks, axis % 2, whole)
+        sums.corrections |= evaluate_corrections(to_torch(blocks), rule, unfused, context=context)
     sums.corrections = {c.name: sums.corrections[c.name] for c in corrections}
     return sums
+
+
+def finite_energy(x: Array, axis: int) -> tuple[float, int]:
+    """||x||^2 over the finite MX blocks of a matrix along `axis`, and their elements."""
+    from mxdiag.quantize.corrections import evaluate
+
+    return evaluate.block_energy(to_torch(canonical(accepted(x), axis)))
+
+
+def _context(blocks: Array, axis: int, whole: Whole) -> Context:
+    """Where a canonical piece [outer, K, inner] lies in the whole matrix."""
+    (rows, columns), (row, column) = whole.shape, whole.start
+    sizes, start = (1, rows, columns), (0, row, column)
+    if axis == 1:
+        sizes, start = (rows, columns, 1), (row, column, 0)
+    return Context(blocks.shape[1], sizes, start, whole.amax, whole.rms)
 
 
 def first_use(backend: str) -> bool:

@@ -23,9 +23,9 @@ samples
 layers             families fusing roles linears
 
 quantize           sums sources
-  corrections      base specs registry
   .                reference
-  corrections      reference
+  corrections      base arithmetic mbs of mbs_of scale_mse scale_mantissa nvfp4 mxfp8 bf16
+  corrections      block2d hadamard sr aqn registry evaluate
   cpu              simd lanes totals variant corrections layout measure pack strips measure_loops
   cpu              plan threads write write_loops launch
   triton           tiles measure write launch

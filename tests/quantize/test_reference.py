@@ -13,7 +13,7 @@ from edge_cases import ELEMENT_CASES, RULES, SCALE_CASES
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import E2M1, E4M3, MXFP4, MXFP8, SCALE_RULES
 from mxdiag.quantize import dispatch, reference
-from mxdiag.quantize.corrections import reference as corrections_reference
+from mxdiag.quantize.corrections.evaluate import evaluate_corrections
 from mxdiag.quantize.corrections.registry import parse_corrections
 from mxdiag.quantize.sums import COUNT_FIELDS, SUM_FIELDS
 
@@ -270,9 +270,7 @@ def test_flushing_subnormals_changes_nothing(dtype):
             reference.encode(x).codes,
             torch.from_numpy(reference.measure(x[:, :, None]).sums),
             torch.from_numpy(
-                corrections_reference.evaluate_corrections(
-                    x[:, :, None], "rceil", parse_corrections("bf16")
-                )["bf16"]
+                evaluate_corrections(x[:, :, None], "rceil", parse_corrections("bf16"))["bf16"]
             ),
         )
 

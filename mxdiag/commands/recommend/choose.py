@@ -38,9 +38,11 @@ from mxdiag.commands.recommend.summary import (
 from mxdiag.errors import UsageError
 from mxdiag.formats import MXFP4
 from mxdiag.layers.fusing import fused_group
+from mxdiag.quantize.corrections.aqn import AdaptiveNoise
 from mxdiag.quantize.corrections.base import Cost
+from mxdiag.quantize.corrections.bf16 import Bf16
 from mxdiag.quantize.corrections.registry import parse_corrections
-from mxdiag.quantize.corrections.specs import AdaptiveNoise, Bf16, StochasticRounding
+from mxdiag.quantize.corrections.sr import StochasticRounding
 
 #: The target where none is given. N(0, 1) has 18.75 dB in MXFP4 and weights of language models 18.6
 #: to 18.8: what falls below 18 dB loses to its own shape (deadzone, outliers), not to the format.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxdiag.quantize.corrections.base import Correction, Cost
-from mxdiag.quantize.corrections.specs import Bf16
+from mxdiag.quantize.corrections.bf16 import Bf16
 
 #: Name of "no correction", and of what is left where none helps.
 NO_CORRECTION, FALLBACK = "mxfp4", "bf16"

@@ -9,7 +9,8 @@ from typing import Any
 
 from mxdiag.commands.recommend.reasons import NO_CORRECTION, Choice, RecommendRow, in_db, sqnr_db
 from mxdiag.formats import MXFP4
-from mxdiag.quantize.corrections.specs import AdaptiveNoise, StochasticRounding
+from mxdiag.quantize.corrections.aqn import AdaptiveNoise
+from mxdiag.quantize.corrections.sr import StochasticRounding
 
 
 @dataclass(frozen=True, slots=True)

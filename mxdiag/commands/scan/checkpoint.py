@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mxdiag.checkpoint.inventory import CheckpointInventory, checkpoint_inventory
 from mxdiag.checkpoint.open import Checkpoint, open_checkpoint
 from mxdiag.checkpoint.stored import stored_statistics
-from mxdiag.checkpoint.stream import CHUNK_BYTES, stream
+from mxdiag.checkpoint.stream import ALIGN, CHUNK_BYTES, stream
 from mxdiag.commands.scan.settings import ScanSettings
 from mxdiag.decomposition import Decomposition, decompose
 from mxdiag.errors import CheckpointError, UsageError
@@ -16,7 +18,7 @@ from mxdiag.gemms import Cell, choose_cells
 from mxdiag.layers.linears import Linear
 from mxdiag.progress import Progress
 from mxdiag.quantize import dispatch
-from mxdiag.quantize.corrections.registry import Correction
+from mxdiag.quantize.corrections.base import Correction, Whole
 from mxdiag.run.rows import Coverage, Measured, Measurement
 
 
@@ -113,17 +115,21 @@ def _measure(
         for cell in cells
     }
     applicable = [correction for correction in corrections if "W" in correction.operands]
-    amax = _whole_amax(checkpoint, linears, settings, applicable)
+    align = math.lcm(ALIGN, *(correction.granule for correction in applicable))
+    wholes = _wholes(checkpoint, linears, cells, settings, applicable)
     with progress.phase("weights", sum(_bytes(checkpoint, linear) for linear in linears), "B"):
-        for chunk in stream(checkpoint, linears):
+        for chunk in stream(checkpoint, linears, align=align):
             for cell in cells:
                 key = (chunk.linear, cell)
+                whole = wholes.get(key)
+                if whole is not None:
+                    whole = replace(whole, start=(chunk.row, chunk.col))
                 parts[key] = parts[key] + decompose(
                     chunk.data,
                     cell.axis,
                     settings.scale_rule,
                     corrections=applicable,
-                    amax=amax.get(chunk.linear),
+                    whole=whole,
                     backend=settings.backend,
                 )
             progress.advance(chunk.data.nbytes)
@@ -134,26 +140,40 @@ def _bytes(checkpoint: Checkpoint, linear: Linear) -> int:
     return linear.numel * checkpoint.values(linear.tensor).dtype.itemsize
 
 
-def _whole_amax(
+def _wholes(
     checkpoint: Checkpoint,
     linears: Sequence[Linear],
+    cells: Sequence[Cell],
     settings: ScanSettings,
     corrections: Sequence[Correction],
-) -> dict[Linear, float]:
-    """The amax of every weight that arrives in several pieces, if a correction needs it.
+) -> dict[tuple[Linear, Cell], Whole]:
+    """What pieces must know of their whole, of every weight that may arrive in several.
 
     A tensor of at most half a chunk is never cut, so it needs no pass of its own.
     """
-    if not any(correction.needs_amax for correction in corrections):
-        return {}
     cut = [
         linear
         for linear in linears
         if checkpoint.entries[linear.tensor].numel * checkpoint.values(linear.tensor).dtype.itemsize
         > CHUNK_BYTES // 2
     ]
-    amax = dict.fromkeys(cut, 0.0)
+    wholes = {(linear, cell): Whole(linear.shape, (0, 0)) for linear in cut for cell in cells}
+    amaxes = any(correction.needs_amax for correction in corrections)
+    energies = any(correction.needs_rms for correction in corrections)
+    if not wholes or not (amaxes or energies):
+        return wholes
+    sums = dict.fromkeys(wholes, (0.0, 0))
     for chunk in stream(checkpoint, cut):
-        piece = dispatch.measure(chunk.data, 1, settings.scale_rule, backend=settings.backend)
-        amax[chunk.linear] = max(amax[chunk.linear], piece.amax)
-    return amax
+        for cell in cells:
+            key = (chunk.linear, cell)
+            piece = dispatch.measure(
+                chunk.data, cell.axis, settings.scale_rule, backend=settings.backend
+            )
+            wholes[key] = replace(wholes[key], amax=max(wholes[key].amax, piece.amax))
+            if energies:
+                energy, counted = dispatch.finite_energy(chunk.data, cell.axis)
+                sums[key] = sums[key][0] + energy, sums[key][1] + counted
+    return {
+        key: replace(whole, rms=math.sqrt(sums[key][0] / max(sums[key][1], 1)))
+        for key, whole in wholes.items()
+    }

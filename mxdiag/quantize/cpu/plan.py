@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from mxdiag.formats import RCEIL, ScaleRule
 from mxdiag.quantize.corrections.base import Correction
-from mxdiag.quantize.corrections.specs import (
-    Fallback,
-    MacroBlock,
-    MacroBlockFallback,
-    Mxfp8,
-    Nvfp4,
-    ScaleMantissa,
-    ScaleMse,
-)
+from mxdiag.quantize.corrections.mbs import MacroBlock
+from mxdiag.quantize.corrections.mbs_of import MacroBlockFallback
+from mxdiag.quantize.corrections.mxfp8 import Mxfp8
+from mxdiag.quantize.corrections.nvfp4 import Nvfp4
+from mxdiag.quantize.corrections.of import Fallback
+from mxdiag.quantize.corrections.scale_mantissa import ScaleMantissa
+from mxdiag.quantize.corrections.scale_mse import ScaleMse
 from mxdiag.quantize.cpu.lanes import BLOCK
 from mxdiag.quantize.cpu.measure_loops import MACRO
 

@@ -331,7 +331,7 @@ def test_corrected_values_are_the_reference_s(
 ) -> None:
     """In pieces, by composition where there is one, in every dtype, ragged ends included."""
     from mxdiag.commands.impact.inject import values as module
-    from mxdiag.quantize.corrections import reference as corrections_reference
+    from mxdiag.quantize.corrections.evaluate import correct
 
     monkeypatch.setattr(module, "_CHUNK", 4096)
     (correction,) = parse_corrections([name])
@@ -339,31 +339,31 @@ def test_corrected_values_are_the_reference_s(
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = numbers(*shape).to(dtype)
         x[:, :40] *= 2.0**-10
-        wanted = corrections_reference.correct(x, correction, axis).to(dtype)
+        wanted = correct(x, correction, axis).to(dtype)
         assert torch.equal(corrected(x, correction, axis, "rceil", "auto", 0), wanted)
 
 
 @pytest.mark.parametrize("rule", ["floor", "ceil", "even"])
 @pytest.mark.parametrize("name", COMPOSED)
 def test_compositions_under_other_scale_rules(name: str, rule: str) -> None:
-    from mxdiag.quantize.corrections import reference as corrections_reference
+    from mxdiag.quantize.corrections.evaluate import correct
 
     (correction,) = parse_corrections([name])
     x = numbers(150, 170)
-    wanted = corrections_reference.correct(x, correction, 1, rule).to(x.dtype)
+    wanted = correct(x, correction, 1, rule).to(x.dtype)
     assert torch.equal(corrected(x, correction, 1, rule, "auto", 0), wanted)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-40, 1e-30, 1e30, 3e38])
 @pytest.mark.parametrize("name", COMPOSED)
 def test_extreme_values_are_left_to_the_reference(name: str, value: float) -> None:
-    from mxdiag.quantize.corrections import reference as corrections_reference
+    from mxdiag.quantize.corrections.evaluate import correct
 
     (correction,) = parse_corrections([name])
     x = numbers(8, 96)
     x[3] = 0.0
     x[3, 40:60] = value
-    wanted = corrections_reference.correct(x, correction, 1).to(x.dtype)
+    wanted = correct(x, correction, 1).to(x.dtype)
     found = corrected(x, correction, 1, "rceil", "auto", 0)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())

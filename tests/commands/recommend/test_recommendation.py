@@ -15,7 +15,7 @@ from mxdiag.commands.recommend.choose import Recommendation, choose
 from mxdiag.errors import UsageError
 from mxdiag.layers.fusing import fused_group
 from mxdiag.quantize import reference
-from mxdiag.quantize.corrections import reference as corrections_reference
+from mxdiag.quantize.corrections.evaluate import evaluate_corrections
 from mxdiag.quantize.corrections.registry import parse_corrections
 
 #: MSE ratios that N(0, 1) has.
@@ -58,9 +58,7 @@ def measured_row(x: torch.Tensor, names: str, operand: str = "W", gemm: str = "f
     """The row of a tensor [rows, K]."""
     sums = reference.measure(x[..., None])
     signal, error, deadzone, grid = (float(sums.sums[i]) for i in (0, 1, 3, 4))
-    raw = corrections_reference.evaluate_corrections(
-        x[..., None], "rceil", parse_corrections(names)
-    )
+    raw = evaluate_corrections(x[..., None], "rceil", parse_corrections(names))
     return row(
         operand=operand,
         gemm=gemm,

@@ -26,7 +26,7 @@ from mxdiag.commands.scan.settings import ScanSettings
 from mxdiag.errors import ModelError, UsageError
 from mxdiag.layers.linears import Linear
 from mxdiag.quantize import dispatch
-from mxdiag.quantize.corrections import reference as corrections_reference
+from mxdiag.quantize.corrections.evaluate import correct
 from mxdiag.quantize.corrections.registry import parse_corrections
 from mxdiag.run.run import Run
 from small_models import RECORDS, llama
@@ -155,7 +155,7 @@ def test_each_layer_runs_with_its_own_correction(run):
                 continue
             if role in names:
                 correction = parse_corrections(names[role])[0]
-                p.copy_(corrections_reference.correct(p.detach(), correction, 1, "rceil"))
+                p.copy_(correct(p.detach(), correction, 1, "rceil"))
             else:
                 p.copy_(dispatch.quantize_dequantize(p.detach(), 1, "rceil"))
         kl = []

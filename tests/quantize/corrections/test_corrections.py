@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mxdiag.decomposition import Decomposition, decompose
 from mxdiag.errors import TensorError, UsageError
 from mxdiag.formats import E2M1, MXFP8, RCEIL, SCALE_RULES
-from mxdiag.quantize import reference
-from mxdiag.quantize.corrections import reference as corrections_reference
-from mxdiag.quantize.corrections.base import Correction
+from mxdiag.quantize import dispatch, reference
+from mxdiag.quantize.corrections import arithmetic
+from mxdiag.quantize.corrections.base import Correction, Whole
+from mxdiag.quantize.corrections.evaluate import correct, evaluate_corrections
+from mxdiag.quantize.corrections.hadamard import rotated
 from mxdiag.quantize.corrections.registry import (
     ALL_CORRECTIONS,
+    CORRECTIONS,
     DEFAULT_CORRECTIONS,
     SCALE_SWEEP,
-    Outcome,
-    joint_mse_ratio,
-    outcome,
     parse_corrections,
 )
-from mxdiag.quantize.sums import CORRECTION_FIELDS, Sums
+from mxdiag.quantize.sums import CORRECTION_FIELDS
+from mxdiag.run.rows import correction_columns
 from paths import ROOT
 
 RULES = tuple(SCALE_RULES)
@@ -39,18 +45,25 @@ def one(name: str) -> Correction:
 
 
 def dq(name: str, x: torch.Tensor, **options) -> torch.Tensor:
-    return corrections_reference.correct(x, one(name), **options)
+    return correct(x, one(name), **options)
 
 
-def fields(x: torch.Tensor, names, rule: str = "rceil", **whole) -> dict[str, np.ndarray]:
-    return corrections_reference.evaluate_corrections(x, rule, parse_corrections(names), **whole)
+def fields(x: torch.Tensor, names, rule: str = "rceil") -> dict[str, np.ndarray]:
+    return evaluate_corrections(x, rule, parse_corrections(names))
 
 
-def measured(x: torch.Tensor, names) -> tuple[dict[str, Outcome], Sums]:
-    """Outcomes of x [rows, K] blocked along K."""
-    sums = reference.measure(x[..., None])
-    raw = fields(x[..., None], names)
-    return {c.name: outcome(c, raw[c.name], sums) for c in parse_corrections(names)}, sums
+def measured(x: torch.Tensor, names) -> tuple[dict[str, SimpleNamespace], Decomposition]:
+    """The columns that a row of x [rows, K], blocked along K, carries of each correction, and what
+    theory predicts from the row."""
+    corrections = parse_corrections(names)
+    seen = decompose(x, corrections=corrections, backend="reference")
+    columns, row = correction_columns(seen), seen.metrics()
+    known = seen.status == "ok"
+    of = {c.name: {"predicted": c.predicted(row) if known else None} for c in corrections}
+    for key, value in columns.items():
+        quantity, _, name = key.partition(":")
+        of[name][quantity] = value
+    return {name: SimpleNamespace(**values) for name, values in of.items()}, seen
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,7 +95,7 @@ def test_sets_of_names():
     assert parse_corrections("none") == ()
     assert [c.name for c in parse_corrections("sweep")] == [f"scale:m{k}" for k in range(9)]
     kinds = {c.kind for c in parse_corrections("all, scale:m3")}
-    assert kinds == set(corrections_reference.QUANTIZERS), "every definition has one quantizer"
+    assert kinds == {kind.kind for kind in CORRECTIONS}, "every correction has a name in the sets"
     assert [c.name for c in parse_corrections(["none", "of", " MBS ", "of"])] == ["of", "mbs"]
 
 
@@ -228,7 +241,7 @@ def test_macro_block_mantissa_is_exact_for_all_mantissas():
     edges += [384 * 2**23 // k + d for k in range(257, 385) for d in (-1, 0, 1)]
     mantissas = np.unique([m for m in [*random, *edges, 2**23, 2**24 - 1] if 2**23 <= m < 2**24])
     x = torch.tensor(mantissas * 2.0**-23)[:, None]
-    _, mu = corrections_reference._macro_scaled(x, one("mbs"), RCEIL)
+    _, mu = arithmetic.macro_scaled(x, 128, False, RCEIL)
     step = np.where(mantissas <= 3 * 2**22, 384, 768)
     want = (step * 2**23 // mantissas) / 256
     np.testing.assert_array_equal(mu[:, 0].numpy(), np.where(want == 2, 1, want))
@@ -307,7 +320,7 @@ def test_fallback_inside_macro_blocks():
 
 def test_hadamard_is_orthonormal_and_keeps_zeros():
     eye = torch.eye(32, dtype=torch.float64)
-    h = corrections_reference._rotated(eye, 32)
+    h = rotated(eye, 32)
     # One division by sqrt(32) per entry.
     torch.testing.assert_close(h @ h.T, eye, rtol=0, atol=1e-14)
     spike = torch.zeros(1, 32)
@@ -358,15 +371,15 @@ def test_stochastic_rounding_takes_a_neighbour_without_bias():
 def test_stochastic_rounding_restores_the_gain():
     """Rounding to nearest shrinks a Gaussian by 1 %; stochastic rounding does not."""
     outcomes, sums = measured(gaussian(256, 1024), ["sr"])
-    assert 1 - sums.sums[7] / sums.sums[0] > 0.008
+    assert 1 - sums.sum("qx") / sums.sum("x2") > 0.008
     assert outcomes["sr"].gain == pytest.approx(1, abs=1e-3)
     assert outcomes["sr"].mse_ratio == pytest.approx(2.03, abs=0.03)
 
 
 def test_adaptive_noise_has_the_declared_deviation():
     w = gaussian(128, 1024) * 3e-3
-    context = corrections_reference._prepare(w[None], None, None, 0).context
-    assert context.tensor_rms == pytest.approx(float(w.double().square().mean().sqrt()))
+    energy, counted = dispatch.finite_energy(w, 1)
+    assert math.sqrt(energy / counted) == pytest.approx(float(w.double().square().mean().sqrt()))
     outcomes, _ = measured(w, ["aqn", "aqn:0.1"])
     for name in ("aqn", "aqn:0.1"):
         # 1 + sigma^2 / rel_mse up to the correlation of noise and rounding.
@@ -420,7 +433,7 @@ def test_known_answers_on_a_gaussian():
     outcomes, sums = measured(gaussian(512, 1024), [*GAUSSIAN_RATIOS, "mbs:32"])
     for name, ratio in GAUSSIAN_RATIOS.items():
         assert outcomes[name].mse_ratio == pytest.approx(ratio, rel=0.01), name
-    floor = (sums.sums[3] + sums.sums[4]) / sums.sums[1]
+    floor = (sums.sum("deadzone2") + sums.sum("grid2")) / sums.sum("e2")
     assert outcomes["mbs:32"].mse_ratio == pytest.approx(floor, rel=0.01)
     # Normalised after the integer transform, zeros stay zeros instead of becoming specks.
     assert outcomes["hadamard:32"].underflow_frac == pytest.approx(0.019, abs=0.001)
@@ -432,7 +445,8 @@ def test_the_scale_sweep_falls_to_the_floor():
     ratios = [outcomes[name].mse_ratio for name in SCALE_SWEEP]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[0] == pytest.approx(1)
-    assert ratios[-1] == pytest.approx((sums.sums[3] + sums.sums[4]) / sums.sums[1], rel=0.002)
+    floor = (sums.sum("deadzone2") + sums.sum("grid2")) / sums.sum("e2")
+    assert ratios[-1] == pytest.approx(floor, rel=0.002)
 
 
 @pytest.fixture(scope="module")
@@ -452,7 +466,7 @@ def minilm():
 def test_known_answers_on_trained_weights(minilm):
     for w in minilm:
         outcomes, sums = measured(w, ["of", "of:1.0", "mbs", "mbs:32"])
-        floor = (sums.sums[3] + sums.sums[4]) / sums.sums[1]
+        floor = (sums.sum("deadzone2") + sums.sum("grid2")) / sums.sum("e2")
         assert outcomes["of"].mse_ratio == pytest.approx(0.250, abs=0.0015)
         assert 0.0135 <= outcomes["of:1.0"].mse_ratio <= 0.0148
         assert 0.78 <= outcomes["mbs"].mse_ratio <= 0.88
@@ -491,17 +505,50 @@ def test_axes_views_and_padding(name):
     assert torch.equal(dq(name, short[:, ::1]), dq(name, short))
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_parts_add_up_to_the_whole(name):
-    x = gaussian(128, 96, 1)
-    whole = fields(x, [name])[name]
-    amax, rms = float(x.abs().max()), float(x.double().square().mean().sqrt())
+@pytest.mark.parametrize("name", [*EVERYTHING, "hadamard:64", "mbs:256"])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@given(data=st.data())
+@settings(max_examples=4, deadline=None)
+def test_pieces_add_up_to_the_whole(name, axis, dtype, data):
+    """Whatever way a matrix is cut, along either axis: the same codes, hence the same sums."""
+    correction = one(name)
+    size = math.lcm(64, correction.granule)
+    shape = [data.draw(st.integers(1, 3)) * size for _ in range(2)]
+    if not name.startswith("hadamard"):  # which needs whole groups
+        shape[axis] += data.draw(st.sampled_from([0, 1, 40]))
+    x = gaussian(*shape, seed=data.draw(st.integers(0, 99))).to(dtype)
+    if data.draw(st.booleans()):
+        x[shape[0] // 2, shape[1] // 3] = math.nan
+    rows, columns = (sorted({0, data.draw(st.integers(0, 2)) * size, n}) for n in shape)
+    energy, counted = dispatch.finite_energy(x, axis)
+    amax = float(torch.where(finite_blocks(x, axis), x.abs(), 0).max())
+    rms = math.sqrt(energy / counted)
     parts = [
-        fields(x[at : at + 32], [name], amax=amax, rms=rms, offset=at * 96)[name]
-        for at in range(0, 128, 32)
+        dispatch.measure(
+            x[top:bottom, left:right],
+            axis,
+            corrections=[correction],
+            whole=Whole(tuple(shape), (top, left), amax, rms),
+        ).corrections[name]
+        for top, bottom in itertools.pairwise([r for r in rows if r <= shape[0]])
+        for left, right in itertools.pairwise([c for c in columns if c <= shape[1]])
     ]
-    # Float64 sums in another order.
-    np.testing.assert_allclose(sum(parts), whole, rtol=1e-12, atol=1e-11)
+    whole = dispatch.measure(x, axis, corrections=[correction]).corrections[name]
+    # Float64 sums in another order; the sum of errors cancels.
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-12, atol=1e-9)
+
+
+def finite_blocks(x: torch.Tensor, axis: int) -> torch.Tensor:
+    blocks = reference.to_blocks(x, axis, 32)
+    finite = torch.isfinite(blocks).all(-1, keepdim=True).expand_as(blocks).to(x.dtype)
+    return reference.from_blocks(finite, x, axis).bool()
+
+
+def test_a_cut_through_what_belongs_together_is_refused():
+    whole = Whole((64, 256), (0, 64), 1.0, 1.0)
+    with pytest.raises(TensorError, match="takes 128 elements together"):
+        dispatch.measure(gaussian(64, 64), 1, corrections=[one("mbs:128:search")], whole=whole)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -513,11 +560,10 @@ def test_bad_blocks_are_left_out_and_zeros_stay(name):
     got, want = dq(name, x), dq(name, clean)
     bad = torch.isnan(got)
     assert bad.sum() == 64
-    rms = float(clean.double().square().sum().div(clean.numel() - 64).sqrt())
     raw = fields(x[..., None], [name])[name]
     if name != "aqn":  # noise is scaled by the rms of what counts, and moves zeros
         assert torch.equal(got[~bad], want[~bad])
-        np.testing.assert_array_equal(raw, fields(clean[..., None], [name], rms=rms)[name])
+        np.testing.assert_array_equal(raw, fields(clean[..., None], [name])[name])
     assert np.isfinite(raw).all()
     zeros = fields(torch.zeros(32, 64, 1), [name])[name]
     np.testing.assert_array_equal(zeros, 0)
@@ -541,19 +587,20 @@ def test_empty_tensors():
 # ---------------------------------------------------------------- derived numbers
 
 
-def test_outcome_after_a_scale_correction_closes():
+def test_columns_after_a_scale_correction_closes():
     outcomes, sums = measured(gaussian(64, 512), "default,block2d,scale:m4")
-    deadzone, grid = sums.sums[3], sums.sums[4]
+    deadzone, grid = sums.sum("deadzone2"), sums.sum("grid2")
     for name, result in outcomes.items():
-        shares = (result.reducible, result.recoverable, result.irreducible)
+        names = ("reducible", "recoverable", "irreducible")
+        shares = tuple(getattr(result, share, None) for share in names)
         if name in ("mbs", "scale:mse", "block2d", "scale:m4"):
             assert sum(shares) == pytest.approx(1)
-            after = result.mse_ratio * sums.sums[1]
+            after = result.mse_ratio * sums.sum("e2")
             assert result.recoverable == pytest.approx(deadzone / after)
             assert result.irreducible == pytest.approx(grid / after)
         else:
             assert shares == (None, None, None)
-        before_db = 10 * math.log10(sums.sums[0] / sums.sums[1])
+        before_db = 10 * math.log10(sums.sum("x2") / sums.sum("e2"))
         assert result.sqnr_db == pytest.approx(before_db - 10 * math.log10(result.mse_ratio))
 
 
@@ -573,21 +620,12 @@ def test_an_exact_tensor_has_no_ratio():
 
 def test_predictions_stand_beside_the_measurement():
     outcomes, sums = measured(gaussian(256, 1024), "default,sr,hadamard")
-    rel_mse = sums.sums[1] / sums.sums[0]
+    rel_mse = sums.sum("e2") / sums.sum("x2")
     assert outcomes["of"].predicted == pytest.approx(0.25 + 0.25 * rel_mse)
     for name, tolerance in (("of", 0.02), ("sr", 0.03), ("hadamard", 0.01), ("mxfp8", 0.25)):
         assert outcomes[name].predicted == pytest.approx(outcomes[name].mse_ratio, rel=tolerance)
     assert outcomes["mbs"].predicted < outcomes["mbs"].mse_ratio - 0.1
     assert outcomes["nvfp4"].predicted is None
-
-
-def test_block2d_is_judged_over_both_gemms():
-    rows = [
-        {"numel": 10, "rel_mse": 0.01, "mse_ratio:block2d": 1.0},
-        {"numel": 10, "rel_mse": 0.03, "mse_ratio:block2d": 2.0},
-    ]
-    assert joint_mse_ratio(rows, "block2d") == pytest.approx((0.01 + 0.06) / 0.04)
-    assert joint_mse_ratio([], "block2d") is None
 
 
 def test_default_set_is_the_documented_one():

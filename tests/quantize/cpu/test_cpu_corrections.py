@@ -7,8 +7,8 @@ import pytest
 
 from kernel_inputs import BF16, DTYPES, KINDS, draw, to_torch
 from mxdiag.formats import SCALE_RULES, ScaleRule
-from mxdiag.quantize.corrections import reference as corrections_reference
 from mxdiag.quantize.corrections.base import Correction
+from mxdiag.quantize.corrections.evaluate import evaluate_corrections
 from mxdiag.quantize.corrections.registry import DEFAULT_CORRECTIONS, parse_corrections
 from mxdiag.quantize.cpu import launch as cpu
 
@@ -35,7 +35,7 @@ CASES = (
 
 def assert_agree(x: np.ndarray, rule: ScaleRule, corrections: tuple[Correction, ...]) -> None:
     """Underflows exactly; sums within 1e-6 of their natural scale, as the plain sums do."""
-    want = corrections_reference.evaluate_corrections(to_torch(x), rule, corrections)
+    want = evaluate_corrections(to_torch(x), rule, corrections)
     sums = cpu.measure(x, rule, corrections=corrections)
     plain = cpu.measure(x, rule)
     np.testing.assert_array_equal(sums.counts, plain.counts)

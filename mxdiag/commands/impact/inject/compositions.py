@@ -16,8 +16,14 @@ from torch import Tensor
 
 from mxdiag.formats import E2M1, E4M3, FLOAT32_MANTISSA_BITS, MXFP4, MXFP8, NVFP4, RCEIL, scale_rule
 from mxdiag.quantize import dispatch
-from mxdiag.quantize.corrections import specs as specs
+from mxdiag.quantize.corrections.bf16 import Bf16
+from mxdiag.quantize.corrections.mbs import MacroBlock
+from mxdiag.quantize.corrections.mbs_of import MacroBlockFallback
+from mxdiag.quantize.corrections.mxfp8 import Mxfp8
+from mxdiag.quantize.corrections.nvfp4 import Nvfp4
+from mxdiag.quantize.corrections.of import Fallback
 from mxdiag.quantize.corrections.registry import Correction
+from mxdiag.quantize.corrections.scale_mse import ScaleMse
 
 #: Block maxima outside of these may meet subnormal or overflowing intermediate results.
 _LOWEST, _HIGHEST = 2.0**-90, 2.0**90
@@ -86,7 +92,7 @@ class _Blocked:
         return flat.narrow(self.axis, 0, like.shape[self.axis])
 
 
-def _scaled(x: Tensor, spec: specs.MacroBlock, blocked: _Blocked) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, spec: MacroBlock, blocked: _Blocked) -> tuple[Tensor, Tensor]:
     """y = mu x, in one float32 product, and mu by element."""
     grouped, amax = blocked.groups(x, spec.size)
     wide = amax.double()
@@ -95,7 +101,7 @@ def _scaled(x: Tensor, spec: specs.MacroBlock, blocked: _Blocked) -> tuple[Tenso
     return blocked.back(grouped * mu, x), blocked.back(mu.expand_as(grouped), x)
 
 
-def _mbs(x: Tensor, spec: specs.MacroBlock, blocked: _Blocked) -> Tensor:
+def _mbs(x: Tensor, spec: MacroBlock, blocked: _Blocked) -> Tensor:
     y, mu = _scaled(x, spec, blocked)
     return blocked.q(y.contiguous()) / mu
 
@@ -107,16 +113,16 @@ def _twice(y: Tensor, alpha: float, blocked: _Blocked) -> Tensor:
     return first.double().add_(second.double(), alpha=alpha)
 
 
-def _of(x: Tensor, spec: specs.Fallback, blocked: _Blocked) -> Tensor:
+def _of(x: Tensor, spec: Fallback, blocked: _Blocked) -> Tensor:
     return _twice(x, spec.alpha, blocked)
 
 
-def _mbs_of(x: Tensor, spec: specs.MacroBlockFallback, blocked: _Blocked) -> Tensor:
+def _mbs_of(x: Tensor, spec: MacroBlockFallback, blocked: _Blocked) -> Tensor:
     y, mu = _scaled(x, spec.macro, blocked)
     return _twice(y.contiguous(), spec.fallback.alpha, blocked) / mu
 
 
-def _mxfp8(x: Tensor, spec: specs.Mxfp8, blocked: _Blocked) -> Tensor:
+def _mxfp8(x: Tensor, spec: Mxfp8, blocked: _Blocked) -> Tensor:
     grouped, amax = blocked.groups(x, MXFP8.block_size)
     carry = scale_rule(blocked.rule).carry(E4M3)
     field = (amax.view(torch.int32) + carry) >> FLOAT32_MANTISSA_BITS
@@ -125,7 +131,7 @@ def _mxfp8(x: Tensor, spec: specs.Mxfp8, blocked: _Blocked) -> Tensor:
     return blocked.back(elements.to(torch.float8_e4m3fn).float() * scale, x)
 
 
-def _scale_mse(x: Tensor, spec: specs.ScaleMse, blocked: _Blocked) -> Tensor:
+def _scale_mse(x: Tensor, spec: ScaleMse, blocked: _Blocked) -> Tensor:
     grouped, amax = blocked.groups(x, MXFP4.block_size)
     field = (amax.view(torch.int32) + RCEIL.carry(E2M1)) >> FLOAT32_MANTISSA_BITS
     upper = ((field - E2M1.emax).clamp(min=1) << FLOAT32_MANTISSA_BITS).view(torch.float32)
@@ -139,7 +145,7 @@ def _scale_mse(x: Tensor, spec: specs.ScaleMse, blocked: _Blocked) -> Tensor:
     return blocked.back(torch.where(errors[1] < errors[0], fine, coarse), x)
 
 
-def _nvfp4(x: Tensor, spec: specs.Nvfp4, blocked: _Blocked) -> Tensor:
+def _nvfp4(x: Tensor, spec: Nvfp4, blocked: _Blocked) -> Tensor:
     element = NVFP4.element
     grouped, top = blocked.groups(x, NVFP4.block_size)
     whole = x.abs().max() if blocked.amax is None else torch.tensor(blocked.amax, device=x.device)
@@ -157,16 +163,16 @@ def _to_e2m1(y: Tensor) -> Tensor:
     return (y / quantum).round() * quantum
 
 
-def _bf16(x: Tensor, spec: specs.Bf16, blocked: _Blocked) -> Tensor:
+def _bf16(x: Tensor, spec: Bf16, blocked: _Blocked) -> Tensor:
     return x.bfloat16().float()
 
 
 _COMPOSITIONS: dict[str, Callable[[Tensor, Any, _Blocked], Tensor]] = {
-    specs.MacroBlock.kind: _mbs,
-    specs.Fallback.kind: _of,
-    specs.MacroBlockFallback.kind: _mbs_of,
-    specs.ScaleMse.kind: _scale_mse,
-    specs.Mxfp8.kind: _mxfp8,
-    specs.Nvfp4.kind: _nvfp4,
-    specs.Bf16.kind: _bf16,
+    MacroBlock.kind: _mbs,
+    Fallback.kind: _of,
+    MacroBlockFallback.kind: _mbs_of,
+    ScaleMse.kind: _scale_mse,
+    Mxfp8.kind: _mxfp8,
+    Nvfp4.kind: _nvfp4,
+    Bf16.kind: _bf16,
 }

@@ -10,9 +10,9 @@ from torch import Tensor
 from mxdiag.commands.impact.inject.compositions import composed
 from mxdiag.commands.impact.inject.plan import Components, Corrected, Injection, Noisy
 from mxdiag.quantize import dispatch
-from mxdiag.quantize.corrections import reference as corrections_reference
+from mxdiag.quantize.corrections.evaluate import correct
 from mxdiag.quantize.corrections.registry import Correction
-from mxdiag.quantize.corrections.specs import StochasticRounding
+from mxdiag.quantize.corrections.sr import StochasticRounding
 
 #: Elements that a correction takes at a time: its temporaries stay small.
 _CHUNK = 1 << 20
@@ -81,6 +81,6 @@ def corrected(
         piece = x.narrow(other, start, length)
         values = composed(piece, correction, axis, rule, backend, amax)
         if values is None:
-            values = corrections_reference.correct(piece, correction, axis, rule, amax=amax)
+            values = correct(piece, correction, axis, rule, amax=amax)
         out.narrow(other, start, length).copy_(values)
     return out
