@@ -36,8 +36,8 @@ class Chunk(NamedTuple):
 
     `data` is W[row : row + rows, col : col + cols] of W = [out, in], a view of a buffer that is
     reused once the next chunk is asked for: C-contiguous, or strided where W is stored [in, out]
-    or interleaved with another segment. `row` and `col` are multiples of `align`, 128 or more: every
-    32-block along either axis, and every macro block of 128, lies in one chunk.
+    or interleaved with another segment. `row` and `col` are multiples of `align`, 128 or more:
+    every 32-block along either axis, and every macro block of 128, lies in one chunk.
     """
 
     linear: Linear
