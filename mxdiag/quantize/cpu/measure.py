@@ -161,7 +161,10 @@ def _add_row_energies(
     (y, err, grid), builder = element, weight.builder
     start = builder.mul(first, ir.Constant(I64, ENERGY_BYTES))
     energies = builder.add(at.row_energies, start)
-    for i, term in enumerate((y * y, err * err, grid.select(0.0, y * y))):
+    energy = y * y
+    terms = {"x2": energy, "e2": err * err, "deadzone2": grid.select(0.0, energy)}
+    for i, name in enumerate(TOKEN_FIELDS):
+        term = terms[name]
         offset = row * ENERGY_BYTES + i * 8 * LANES
         before = load(builder, energies, F64, offset)
         (before + term.to(F64) * weight).store(energies, offset)

@@ -45,13 +45,31 @@ from mxdiag.quantize.triton.tiles import (
 )
 
 _BINS = tl.constexpr(DELTA_BINS)
-_N_SUMS = tl.constexpr(len(SUM_FIELDS))
-_N_TOKEN = tl.constexpr(len(TOKEN_FIELDS))
+_N_SUMS = tl.constexpr(len(SUM_FIELDS))  # as many as STORED_SUMS
+_N_TOKEN = tl.constexpr(len(TOKEN_FIELDS))  # as many as STORED_TOKENS
 #: int32 columns of a program's partial counts.
 _N_COUNTS = tl.constexpr(8)
 
-#: The columns of the partial sums that are TOKEN_FIELDS.
-_TOKEN_COLUMNS = [SUM_FIELDS.index(name) for name in TOKEN_FIELDS]
+#: The columns of a program's partial sums, in the order in which the kernel stores them.
+STORED_SUMS = (
+    "x2",
+    "e2",
+    "scale2",
+    "deadzone2",
+    "grid2",
+    "scale_grid",
+    "scale_deadzone",
+    "qx",
+    "e",
+    "delta",
+    "delta2",
+)
+#: The columns of a token's sums, likewise.
+STORED_TOKENS = ("x2", "e2", "deadzone2")
+#: Where SUM_FIELDS and TOKEN_FIELDS are among them.
+_SUM_COLUMNS = [STORED_SUMS.index(name) for name in SUM_FIELDS]
+_TOKEN_COLUMNS = [STORED_SUMS.index(name) for name in TOKEN_FIELDS]
+_STORED_TOKEN_COLUMNS = [STORED_TOKENS.index(name) for name in TOKEN_FIELDS]
 
 _MAX_STEPS = 16  # tiles per program: bounds the float32 sums' rounding, and the packed counts
 _WANTED_PROGRAMS = 2048  # what keeps a large GPU busy
@@ -61,7 +79,7 @@ _WANTED_PROGRAMS = 2048  # what keeps a large GPU busy
 def _measure_kernel(
     x,  # [outer, K, inner] int16 (bfloat16 bits), float16 or float32
     bounds,  # [32] float32: m <= bounds[i] where delta is in bin i or above
-    sums,  # [programs, 11] float32, SUM_FIELDS in units of the program's scale
+    sums,  # [programs, 11] float32, STORED_SUMS in units of the program's scale
     counts,  # [programs, 8] int32
     delta_hist,  # [programs, 32] int32: lanes' blocks in bin i or above
     tokens,  # [outer, inner_tiles, K, 3] float64, written only if K_TOKENS
@@ -224,22 +242,20 @@ def _sums_from(
     nonzero, underflow, deadzone, saturated, bad_elements, bad_blocks = whole[:6]
     at_least = np.append(whole[6:], 0)
     counted, live = numel - bad_elements, at_least[0]
+    fields = {
+        "numel": numel,
+        "counted": counted,
+        "zero": counted - nonzero,
+        "deadzone": deadzone,
+        "underflow": underflow,
+        "saturated": saturated,
+        "blocks": live,
+        "zero_blocks": blocks - live - bad_blocks,
+        "nonfinite_blocks": bad_blocks,
+    }
     return Sums(
-        sums=totals,
-        counts=np.array(
-            [
-                numel,
-                counted,
-                counted - nonzero,
-                deadzone,
-                underflow,
-                saturated,
-                live,
-                blocks - live - bad_blocks,
-                bad_blocks,
-            ],
-            dtype=np.int64,
-        ),
+        sums=totals[_SUM_COLUMNS],
+        counts=np.array([fields[name] for name in COUNT_FIELDS], dtype=np.int64),
         amax=float(top_amax),
         delta_hist=at_least[:-1] - at_least[1:],
     )
@@ -333,5 +349,5 @@ def measure(x: torch.Tensor, rule: str | ScaleRule = "rceil", *, tokens: bool = 
         energies = sums[:, _TOKEN_COLUMNS].to(torch.float64) * square
         result.tokens = energies.view(outer, -1, len(TOKEN_FIELDS)).sum(1).cpu().numpy()
     elif tokens:
-        result.tokens = by_k.sum((0, 1)).cpu().numpy()
+        result.tokens = by_k.sum((0, 1)).cpu().numpy()[:, _STORED_TOKEN_COLUMNS]
     return result
