@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # typing's own, without its import: the command line star
 if TYPE_CHECKING:
     from typing import Any
 
-    from mxdiag.api import diff, gate, impact, recommend, report, scan, suggest, validate
+    from mxdiag.api import diff, gate, impact, merge, recommend, report, scan, suggest, validate
     from mxdiag.decomposition import Decomposition, decompose
     from mxdiag.errors import MxdiagError
     from mxdiag.quantize.dispatch import quantize_dequantize
@@ -29,6 +29,7 @@ _HOMES = {
     "diff": "mxdiag.api",
     "gate": "mxdiag.api",
     "impact": "mxdiag.api",
+    "merge": "mxdiag.api",
     "quantize_dequantize": "mxdiag.quantize.dispatch",
     "recommend": "mxdiag.api",
     "report": "mxdiag.api",
@@ -45,6 +46,7 @@ __all__ = [
     "diff",
     "gate",
     "impact",
+    "merge",
     "quantize_dequantize",
     "recommend",
     "report",

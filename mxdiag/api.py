@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mxdiag import __version__
 from mxdiag.commands.diff.compare import Diff, diff_runs
 from mxdiag.commands.gate.evaluate import evaluate
 from mxdiag.commands.gate.parse import load_budget
@@ -29,6 +30,7 @@ from mxdiag.errors import UsageError
 from mxdiag.model.calibration import listed
 from mxdiag.progress import QUIET, Progress
 from mxdiag.quantize.dispatch import first_use
+from mxdiag.run.merge import merge_runs
 from mxdiag.run.run import Run, strict
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from mxdiag.commands.impact.command import Extras
     from mxdiag.commands.impact.settings import ImpactSettings
 
-__all__ = ["diff", "gate", "impact", "recommend", "report", "scan", "suggest", "validate"]
+__all__ = ["diff", "gate", "impact", "merge", "recommend", "report", "scan", "suggest", "validate"]
 
 
 def _loaded(run: Run | Path | str) -> Run:
@@ -126,6 +128,33 @@ def scan(
     if corrections:
         recommend(run)
     return run
+
+
+def merge(runs: Iterable[Run | Path | str]) -> Run:
+    """Add up runs of one model over other records: equal to one scan of all the records.
+
+    Equal to 1e-12 relative in every column, whatever their order. Gradients merge where the runs
+    divided their losses by the same number (`loss_tokens`), the labelled tokens of all records.
+
+    Parameters
+    ----------
+    runs
+        Two or more runs, or their folders, with the same settings but for the records.
+
+    Returns
+    -------
+    Run
+        With recommendations of its own; impact measurements are no sums, and are left out.
+
+    Raises
+    ------
+    RunError
+        If they cannot be added up: what differs, where, and what to do.
+    """
+    merged = merge_runs([_loaded(run) for run in runs], __version__)
+    if merged.data.get("corrections"):
+        recommend(merged)
+    return merged
 
 
 def impact(

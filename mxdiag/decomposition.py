@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -130,6 +130,54 @@ class Decomposition:
                 name: self.corrections.get(name, nothing) + other.corrections.get(name, nothing)
                 for name in names
             },
+        )
+
+    def pack(self) -> np.ndarray:
+        """The statistics as one float64 vector of `packed_fields`, which ranks can reduce.
+
+        Vectors of equal fields add up with `+`, but for those of `merges_by_maximum`. Counts are
+        exact up to 2^53.
+        """
+        tokens = self.tokens
+        parts: list[Any] = [self.sums, self.counts, [self.amax], self.delta_hist]
+        if tokens is not None:
+            parts.append([tokens.count, tokens.sqnr_db, tokens.recoverable, tokens.top_energy])
+        return np.concatenate([*parts, *self.corrections.values()], dtype=np.float64)
+
+    @classmethod
+    def unpack(
+        cls,
+        vector: np.ndarray,
+        scale_rule: str,
+        corrections: Sequence[str] = (),
+        *,
+        tokens: bool = False,
+    ) -> Decomposition:
+        """The statistics that `pack` made a vector of, or a reduction of several.
+
+        Raises
+        ------
+        ValueError
+            If the vector is not as long as its fields.
+        """
+        sizes = [len(SUM_FIELDS), len(COUNT_FIELDS), 1, DELTA_BINS, 4 * tokens]
+        sizes += [len(CORRECTION_FIELDS)] * len(corrections)
+        if vector.shape != (sum(sizes),):
+            raise ValueError(f"a vector of shape {vector.shape} for {sum(sizes)} fields")
+        parts = [np.array(part) for part in np.split(vector, np.cumsum(sizes)[:-1])]
+        sums, counts, amax, histogram, per_token, *corrected = parts
+        found = None
+        if tokens:
+            count, *ratios = per_token.tolist()
+            found = TokenSums(int(count), *ratios)
+        return cls(
+            scale_rule,
+            sums,
+            counts.astype(np.int64),
+            float(amax[0]),
+            histogram.astype(np.int64),
+            found,
+            dict(zip(corrections, corrected, strict=True)),
         )
 
     def sum(self, name: str) -> float:
@@ -321,6 +369,26 @@ class Decomposition:
         if self.status == "not_observed":
             return dict.fromkeys(METRICS)
         return {name: getattr(self, name) for name in METRICS}
+
+
+#: What TokenSums holds, in the order in which it is packed.
+_TOKEN_SUMS = ("count", "sqnr_db", "recoverable", "top_energy")
+
+
+def packed_fields(corrections: Sequence[str] = (), *, tokens: bool = False) -> list[str]:
+    """What each element of `Decomposition.pack` is, for these corrections, with or without tokens.
+
+    `SUM_FIELDS`, `COUNT_FIELDS`, `amax`, `delta_hist:0` ..., `token:count` ..., and `e2:mbs` ...
+    """
+    fields = [*SUM_FIELDS, *COUNT_FIELDS, "amax", *(f"delta_hist:{i}" for i in range(DELTA_BINS))]
+    if tokens:
+        fields += [f"token:{name}" for name in _TOKEN_SUMS]
+    return [*fields, *(f"{field}:{name}" for name in corrections for field in CORRECTION_FIELDS)]
+
+
+def merges_by_maximum(fields: Sequence[str]) -> np.ndarray:
+    """Boolean mask: which packed fields merge by maximum; the others add up."""
+    return np.array([field in ("amax", "token:top_energy") for field in fields])
 
 
 def total(decompositions: Iterable[Decomposition], scale_rule: str) -> Decomposition:

@@ -13,6 +13,7 @@ from mxdiag.cli.diff import diff
 from mxdiag.cli.env import env
 from mxdiag.cli.gate import gate
 from mxdiag.cli.impact import impact
+from mxdiag.cli.merge import merge
 from mxdiag.cli.output import complain, prepare_streams, quiet_stdout, was_interrupted
 from mxdiag.cli.recommend import recommend
 from mxdiag.cli.report import report
@@ -32,7 +33,7 @@ app = typer.Typer(
     help="X-ray a model's 4-bit error: scale bias, deadzone truncation and grid noise of every "
     "linear layer, for weights, activations and gradients.",
 )
-for command in (scan, impact, recommend, report, gate, diff, show, sample, env):
+for command in (scan, impact, recommend, report, gate, diff, merge, show, sample, env):
     app.command()(command)
 
 

@@ -47,6 +47,15 @@ def scan(
     samples: Annotated[
         int | None, typer.Option("--samples", help="Run so many records. [default: 16]")
     ] = None,
+    loss_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--loss-tokens",
+            metavar="N",
+            help="Divide the loss by N: the labelled tokens of all runs that will be merged. "
+            "[default: those of this run's records]",
+        ),
+    ] = None,
     include: options.IncludeOption = None,
     exclude: options.ExcludeOption = None,
     device: options.DeviceOption = None,
@@ -83,6 +92,7 @@ def scan(
         "calib": calib,
         "seq_len": seq_len,
         "samples": samples,
+        "loss_tokens": loss_tokens,
         "include": include,
         "exclude": exclude,
         "device": device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from mxdiag.gemms import CELLS, Cell
 from mxdiag.layers.linears import Linear
 from mxdiag.quantize.corrections.registry import parse_corrections
 from mxdiag.quantize.sums import CORRECTION_FIELDS
+from mxdiag.run.columns import Key
 
 #: Statuses whose numbers enter a total.
 MEASURED = ("ok", "exact", "zero", "nonfinite")
@@ -59,13 +60,22 @@ class Measurement:
             "dtype": self.dtype,
             "calls": self.calls,
             "tokens": self.tokens,
-            **decomposition.metrics(),
-            **correction_columns(decomposition),
-            "delta_hist": decomposition.delta_hist.tolist(),
+            **derived(decomposition),
         }
         if self.reason is not None:
             row["not_observed_reason"] = self.reason
         return {**row, **self.facts}
+
+
+def derived(decomposition: Decomposition) -> dict[str, Any]:
+    """The columns of a row that follow from its sums."""
+    return {
+        "status": decomposition.status,
+        "numel": decomposition.numel,
+        **decomposition.metrics(),
+        **correction_columns(decomposition),
+        "delta_hist": decomposition.delta_hist.tolist(),
+    }
 
 
 def correction_columns(decomposition: Decomposition) -> dict[str, float | None]:
@@ -98,33 +108,35 @@ def correction_columns(decomposition: Decomposition) -> dict[str, float | None]:
     return columns
 
 
-def totals(measurements: Sequence[Measurement], scale_rule: str) -> list[dict[str, Any]]:
+#: A row's cell, its role, and what was seen of it.
+SeenRow = tuple[Cell, str, Decomposition]
+
+
+def totals(seen: Sequence[SeenRow], scale_rule: str) -> list[dict[str, Any]]:
     """Sums of rows by operand and GEMM, first over all roles (role None), then by role."""
     result = []
     for cell in CELLS:
-        rows = [m for m in measurements if m.cell == cell]
+        rows = [(role, found) for own, role, found in seen if own == cell]
         if not rows:
             continue
-        roles = list(dict.fromkeys(m.linear.role for m in rows))
-        result.append(_total(cell, None, rows, scale_rule))
+        result.append(_total(cell, None, [found for _, found in rows], scale_rule))
         result += [
-            _total(cell, role, [m for m in rows if m.linear.role == role], scale_rule)
-            for role in roles
+            _total(cell, role, [found for own, found in rows if own == role], scale_rule)
+            for role in dict.fromkeys(role for role, _ in rows)
         ]
     return result
 
 
 def _total(
-    cell: Cell, role: str | None, rows: Iterable[Measurement], scale_rule: str
+    cell: Cell, role: str | None, rows: Sequence[Decomposition], scale_rule: str
 ) -> dict[str, Any]:
-    rows = list(rows)
-    decomposition = total((m.decomposition for m in rows), scale_rule)
+    decomposition = total(rows, scale_rule)
     return {
         "operand": cell.operand,
         "gemm": cell.gemm,
         "role": role,
         "rows": len(rows),
-        "measured": sum(m.decomposition.status in MEASURED for m in rows),
+        "measured": sum(found.status in MEASURED for found in rows),
         "numel": decomposition.numel,
         **decomposition.metrics(),
         **correction_columns(decomposition),
@@ -132,17 +144,38 @@ def _total(
     }
 
 
-def not_observed(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
+def not_observed(
+    rows: Mapping[Key, Decomposition], reasons: Mapping[Key, str | None]
+) -> list[dict[str, Any]]:
     """The rows that nothing was seen of, each with its reason."""
     return [
         {
-            "layer": m.linear.layer,
-            "operand": m.cell.operand,
-            "gemm": m.cell.gemm,
-            "reason": m.reason or "never called",
+            "layer": key[0],
+            "operand": key[1],
+            "gemm": key[2],
+            "reason": reasons.get(key) or "never called",
         }
-        for m in measurements
-        if m.decomposition.status == "not_observed"
+        for key, found in rows.items()
+        if found.status == "not_observed"
+    ]
+
+
+def row_warnings(rows: Mapping[Key, Decomposition]) -> list[str]:
+    """What a reader must know before trusting a row."""
+    notes = {
+        "hold NaN or infinite values": (
+            [key for key, found in rows.items() if found.status == "nonfinite"],
+            "their numbers leave those blocks out",
+        ),
+        "hold float64 values whose squares underflow": (
+            [key for key, found in rows.items() if found.underflows],
+            "their energies and shares are unknown",
+        ),
+    }
+    return [
+        f"{len(keys)} rows {what}, the first is {keys[0][0]} ({keys[0][1]}·{keys[0][2]}): {so}"
+        for what, (keys, so) in notes.items()
+        if keys
     ]
 
 
@@ -176,10 +209,14 @@ class Coverage:
 
 @dataclass(slots=True)
 class Measured:
-    """What a scan saw, before it becomes a run."""
+    """What a scan saw, before it becomes a run.
+
+    `calibration` is {records, labelled_tokens, loss_tokens}, None where no model was run.
+    """
 
     measurements: list[Measurement]
     coverage: Coverage
     model: dict[str, Any]
+    calibration: dict[str, Any] | None = None
     device: str = "cpu"
     warnings: list[str] = field(default_factory=list)

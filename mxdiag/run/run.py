@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 from mxdiag.decomposition import METRICS
 from mxdiag.errors import RunError
 from mxdiag.run import schema as run_schema
+from mxdiag.run.stored_sums import SUMS_NPZ, RowSums, digest_of_sums, encode_sums, read_sums
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: Written by earlier versions and still read: 1 has no `calibration` and no sums.
+_READ_AS_WELL = (1,)
 RUN_JSON, TENSORS_CSV, REPORT_HTML = "run.json", "tensors.csv", "report.html"
 
 #: Columns of tensors.csv before and after the correction columns `mse_ratio:<name>`.
@@ -118,10 +121,11 @@ def _shape_text(shape: Iterable[int] | str | None) -> str:
 
 @dataclass(slots=True, repr=False)
 class Run:
-    """One run: the content of `run.json`."""
+    """One run: the content of `run.json`, and the sums behind it."""
 
     data: dict[str, Any]
     folder: Path | None = None
+    _sums: RowSums | None = None
 
     def __repr__(self) -> str:
         return f"Run({self.data['model'].get('source')!r}, {len(self.tensors)} rows)"
@@ -130,6 +134,26 @@ class Run:
     def tensors(self) -> list[dict[str, Any]]:
         """The rows, one per (layer, operand, gemm)."""
         return self.data["tensors"]
+
+    @property
+    def sums(self) -> RowSums:
+        """The additive statistics of every row, by (layer, operand, gemm): read when asked for.
+
+        Raises
+        ------
+        RunError
+            If the run has none, or those beside it are not its own.
+        """
+        if self._sums is None:
+            digest = self.data.get("sums")
+            if not isinstance(digest, str) or self.folder is None:
+                raise RunError(
+                    f"keeps no sums: it is of schema version {self.data['schema_version']}",
+                    where=self.folder,
+                    advice="Scan again with this version of mxdiag",
+                )
+            self._sums = read_sums(self.folder / SUMS_NPZ, digest)
+        return self._sums
 
     @property
     def corrections(self) -> list[str]:
@@ -175,9 +199,18 @@ class Run:
         return "".join(lines)
 
     def write(self, folder: Path | str) -> Path:
-        """Write `run.json` and `tensors.csv` into the folder, each whole or not at all."""
+        """Write `run.json`, `sums.npz` and `tensors.csv` into the folder, each whole or not at all.
+
+        `run.json` is written last: what stands beside it is then its own.
+        """
         folder = Path(folder)
         self.data["tensors"] = strict(self.tensors)
+        if self._sums is None and isinstance(self.data.get("sums"), str) and folder != self.folder:
+            _ = self.sums  # the folder that they lie in is another
+        if self._sums is not None:
+            content = encode_sums(self._sums, self.data["settings"]["scale_rule"])
+            write_atomically(folder / SUMS_NPZ, content)
+            self.data["sums"] = digest_of_sums(content)
         write_atomically(folder / TENSORS_CSV, self.csv())
         write_atomically(folder / RUN_JSON, to_json(self.data) + "\n")
         self.folder = folder
@@ -204,7 +237,7 @@ class Run:
         if not isinstance(data, dict) or any(key not in data for key in _REQUIRED):
             raise RunError("not a run of mxdiag", where=file, advice=advice)
         version = data["schema_version"]
-        if type(version) is not int or version != SCHEMA_VERSION:
+        if type(version) is not int or version not in (SCHEMA_VERSION, *_READ_AS_WELL):
             raise RunError(
                 f"written with schema version {version}, this mxdiag reads {SCHEMA_VERSION}",
                 where=file,

@@ -116,7 +116,9 @@ def _optional_fault(data: Mapping[str, Any]) -> str | None:
     for name, cost in (costs or {}).items():
         if not isinstance(cost, dict) or not all(is_number(value) for value in cost.values()):
             return f"corrections.{name} holds no costs"
-    for key in ("impact", "recommendation"):
+    if not isinstance(data.get("sums"), (str, type(None))):
+        return "sums is no digest"
+    for key in ("impact", "recommendation", "calibration"):
         if not isinstance(data.get(key), (dict, type(None))):
             return f"{key} is no object"
     for key in _IMPACT_LISTS:

@@ -36,7 +36,7 @@ checkpoint         safetensors decode encodings gguf_names gguf hub pickle open 
 checkpoint         stream stored
 tap                experts tensor layouts observers parameters offload products substitution tap
 model              calibration batches checkpoint_names live inventory loading
-run                columns environment rows schema run
+run                columns environment rows stored_sums schema run merge
 
 commands
   scan             settings assemble checkpoint model source
@@ -62,7 +62,7 @@ commands
   .                env
 api
 
-cli                options output diff env gate impact recommend report sample scan show
+cli                options output diff env gate impact merge recommend report sample scan show
 __main__
 """
 

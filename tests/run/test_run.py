@@ -127,8 +127,8 @@ def test_bad_runs_are_one_message(tmp_path, content, match):
 
 
 def test_other_schema_versions_and_broken_rows_are_refused(tmp_path):
-    make_run(schema_version=2).write(tmp_path)
-    with pytest.raises(RunError, match="schema version 2"):
+    make_run(schema_version=3).write(tmp_path)
+    with pytest.raises(RunError, match="schema version 3"):
         Run.load(tmp_path)
     run = make_run()
     run.data["tensors"] = [{"layer": "x"}]

@@ -11,7 +11,7 @@ from mxdiag import __version__
 from mxdiag.commands.scan.settings import ScanSettings
 from mxdiag.quantize.corrections.base import Correction
 from mxdiag.run.environment import run_environment
-from mxdiag.run.rows import Measured, Measurement, not_observed, totals
+from mxdiag.run.rows import Measured, not_observed, row_warnings, totals
 from mxdiag.run.run import SCHEMA_VERSION, Run, strict
 
 UNMEASURED_BY_DESIGN = (
@@ -25,9 +25,11 @@ def assemble(measured: Measured, settings: ScanSettings, corrections: Iterable[C
     """The run: rows, totals, coverage, settings and environment in the contract's form."""
     # Files and modules hold layers in different orders: rows go by name, numbers by value.
     measurements = sorted(measured.measurements, key=lambda m: natural_key(m.linear.layer))
+    sums = {(m.linear.layer, m.cell.operand, m.cell.gemm): m.decomposition for m in measurements}
+    reasons = {(m.linear.layer, m.cell.operand, m.cell.gemm): m.reason for m in measurements}
     coverage = {
         **measured.coverage.as_dict(),
-        "not_observed": not_observed(measurements),
+        "not_observed": not_observed(sums, reasons),
         "unmeasured_by_design": list(UNMEASURED_BY_DESIGN),
     }
     data = {
@@ -39,14 +41,17 @@ def assemble(measured: Measured, settings: ScanSettings, corrections: Iterable[C
         "environment": run_environment(
             measured.device, _backend(measured.device, settings.backend)
         ),
+        "calibration": measured.calibration,
         "coverage": coverage,
         "tensors": [measurement.as_row() for measurement in measurements],
-        "totals": totals(measurements, settings.scale_rule),
+        "totals": totals(
+            [(m.cell, m.linear.role, m.decomposition) for m in measurements], settings.scale_rule
+        ),
         "corrections": {c.name: dataclasses.asdict(c.cost) for c in corrections},
         "impact": None,
-        "warnings": measured.warnings + _warnings(measurements),
+        "warnings": measured.warnings + row_warnings(sums),
     }
-    return Run(strict(data))
+    return Run(strict(data), _sums=sums)
 
 
 def _backend(device: str, backend: str) -> str:
@@ -60,24 +65,3 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Sorts `layers.10` behind `layers.9`."""
     pieces = re.split(r"(\d+)", name)
     return [(0, int(piece)) if piece.isdecimal() else (1, piece) for piece in pieces]
-
-
-def _warnings(measurements: Iterable[Measurement]) -> list[str]:
-    """What a reader must know before trusting a row."""
-    measurements = list(measurements)
-    notes = {
-        "hold NaN or infinite values": (
-            [m for m in measurements if m.decomposition.status == "nonfinite"],
-            "their numbers leave those blocks out",
-        ),
-        "hold float64 values whose squares underflow": (
-            [m for m in measurements if m.decomposition.underflows],
-            "their energies and shares are unknown",
-        ),
-    }
-    return [
-        f"{len(rows)} rows {what}, the first is {rows[0].linear.layer} "
-        f"({rows[0].cell.operand}·{rows[0].cell.gemm}): {so}"
-        for what, (rows, so) in notes.items()
-        if rows
-    ]

@@ -238,11 +238,13 @@ def scan_module(
     tap = Tap(model, accumulator, gradients="activations")
     warnings: list[str] = []
     reasons: dict[str, str] = {}
+    records: dict[str, Any] | None = None
     if request.wants("A") or request.wants("G"):
         missing = _why_not_run(model, request.calibration)
         if missing is None:
             batches = _batches(model, tokenizer, request, warnings)
-            reason = _run(model, batches, tap, request)
+            records = _records(model, batches, request)
+            reason = _run(model, batches, tap, request, records["loss_tokens"])
             reasons = {} if reason is None else {"G": reason}
         else:
             reasons = {"A": missing, "G": missing}
@@ -265,6 +267,7 @@ def scan_module(
             "revision": None,
             "files": [],
         },
+        calibration=records,
         device=str(input_device(model)),
         warnings=warnings,
     )
@@ -317,10 +320,23 @@ def _batches(
     return batches
 
 
-def _run(model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request) -> str | None:
+def _records(model: nn.Module, batches: Sequence[Batch], request: Request) -> dict[str, Any]:
+    """What was run, and what the loss is divided by: None where that is not mxdiag's to choose."""
+    task = language_task(model)
+    own = labelled_tokens(batches, task) if task is not None and request.loss is None else None
+    chosen = request.settings.loss_tokens
+    return {
+        "records": len(batches),
+        "labelled_tokens": own,
+        "loss_tokens": None if own is None else chosen or own,
+    }
+
+
+def _run(
+    model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request, tokens: int | None
+) -> str | None:
     """Run every batch under the tap; why there are no gradients, or None if there are."""
     task = language_task(model)
-    tokens = labelled_tokens(batches, task)
     wanted = request.wants("G")
     reason: str | None = "the model has no language-model loss"
 
@@ -329,6 +345,7 @@ def _run(model: nn.Module, batches: Sequence[Batch], tap: Tap, request: Request)
             return request.loss(output, batch.raw if batch.record is None else batch.record)
         if batch.record is None or task is None:
             return getattr(output, "loss", None)
+        assert tokens is not None
         return language_loss(output.logits, batch, task, tokens)
 
     phase = request.progress.phase("model", len(batches), "records")

@@ -25,7 +25,9 @@ class ScanSettings:
     """What to measure and how. Field names are the option names with underscores.
 
     `gemms` None measures W in fprop, A in fprop and G in dgrad; a list measures every operand of
-    the GEMMs in it. `samples` None runs every calibration record. `corrections` holds `default`,
+    the GEMMs in it. `samples` None runs every calibration record. `loss_tokens` is what the loss is
+    divided by: the labelled tokens of the records by default, those of all records where this run
+    is one of several that will be merged. `corrections` holds `default`,
     `all`, `none` or names; `sweep` `scale` adds the scale-precision sweep.
     """
 
@@ -36,6 +38,7 @@ class ScanSettings:
     calib: str | None = None
     seq_len: int = 512
     samples: int | None = 16
+    loss_tokens: int | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     device: str = "auto"
@@ -57,7 +60,7 @@ class ScanSettings:
         one_of("backend", self.backend, BACKENDS)
         if self.sweep is not None:
             one_of("sweep", self.sweep, ("scale",))
-        for name in ("seq_len", "samples"):
+        for name in ("seq_len", "samples", "loss_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
