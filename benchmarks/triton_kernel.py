@@ -30,7 +30,7 @@ def seconds(function: Callable[[torch.Tensor], Any], tensors: list[torch.Tensor]
 
 
 def torchao_round_trip(x: torch.Tensor) -> torch.Tensor:
-    """torchao's to_mx under rceil and back."""
+    """Torchao's to_mx under rceil and back."""
     from torchao.prototype.mx_formats import mx_tensor as mx
 
     element = torch.float4_e2m1fn_x2
@@ -86,6 +86,7 @@ def compare(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def main() -> int:
+    """Time the kernel against its peer, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 8192))
     shape = tuple(parser.parse_args().shape)

@@ -232,7 +232,8 @@ class Decomposition:
     @property
     def reducible(self) -> float | None:
         """1 - (||e_dz||^2 + ||e_grid||^2) / ||e||^2: what an ideal scale would remove. May be
-        negative: a power-of-two scale can beat amax / 6."""
+        negative: a power-of-two scale can beat amax / 6.
+        """
         rest = self._share("deadzone2", "grid2")
         return None if rest is None else 1 - rest
 

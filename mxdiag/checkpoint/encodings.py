@@ -334,7 +334,7 @@ def _times(
 
 
 def _code_label(dtype: str) -> str:
-    """ "fp8_e4m3" for F8_E4M3, "int8" for I8, else the dtype's name."""
+    """The label of a dtype: "fp8_e4m3" for F8_E4M3, "int8" for I8."""
     if dtype in FLOAT8:
         return float8_label(dtype)
     return "int8" if dtype == "I8" else dtype.lower()

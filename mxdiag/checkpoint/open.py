@@ -166,7 +166,7 @@ def _open_folder(given: Path, folder: Path, allow_pickle: bool) -> Checkpoint:
     pickles = _choose_pickles(folder, names)
     if pickles:
         return _from_pickle(given, pickles, config, allow_pickle)
-    raise _nothing_here(given, folder, names)
+    raise _nothing_here(given, names)
 
 
 def _is_one_in_parts(ggufs: list[str]) -> bool:
@@ -177,7 +177,7 @@ def _is_one_in_parts(ggufs: list[str]) -> bool:
     return bool(parts) and len({part and (part[1], part[3]) for part in parts}) == 1 and all(parts)
 
 
-def _nothing_here(given: Path, folder: Path, names: list[str]) -> CheckpointError:
+def _nothing_here(given: Path, names: list[str]) -> CheckpointError:
     if "adapter_config.json" in names or "adapter_model.safetensors" in names:
         return CheckpointError(
             "is an adapter without its base model", where=given, advice=_MERGE_FIRST

@@ -10,7 +10,6 @@ import typer
 from mxdiag.cli import options
 from mxdiag.cli.output import (
     check_interrupted,
-    make_console,
     make_progress,
     print_parts,
     run_folder,
@@ -140,4 +139,4 @@ def impact(
         return
     from mxdiag.commands.report.text.impact import impact_summary
 
-    print_parts(impact_summary(run.data["impact"], make_console()), f"\nrun written to {folder}")
+    print_parts(impact_summary(run.data["impact"]), f"\nrun written to {folder}")

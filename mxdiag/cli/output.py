@@ -26,7 +26,8 @@ _interrupts: list[int] = []
 
 def prepare_streams() -> None:
     """Streams that can be written to whatever they are, a terminal's width that is one, and a
-    Ctrl-C that is not lost."""
+    Ctrl-C that is not lost.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller

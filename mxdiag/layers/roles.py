@@ -15,10 +15,12 @@ _WRAPPERS = frozenset({"_orig_mod", "base_layer", "base_model", "_fsdp_wrapped_m
 
 
 def layer_name(name: str) -> str:
+    """The name of a layer, from that of its weight."""
     return name.removesuffix(".weight")
 
 
 def parts_of(layer: str) -> list[str]:
+    """The parts of a layer's name between dots, those of wrappers left out."""
     parts = [p for p in layer.split(".") if p not in _WRAPPERS]
     return parts or [layer]
 
@@ -39,6 +41,7 @@ def _expert_prefix(parts: list[str]) -> str:
 
 
 def special_role(parts: list[str]) -> str | None:
+    """`lm_head`, `embedding` or `router` if the name is one's, else None."""
     last, path = parts[-1], ".".join(parts)
     if last in families.LM_HEADS or path.endswith(families.LM_HEAD_ENDINGS):
         return "lm_head"

@@ -82,7 +82,11 @@ class _KeepViews(TorchFunctionMode):
     """Lets `contiguous` and `clone` return their argument, so that views stay views."""
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in (Tensor.contiguous, Tensor.clone, torch.clone):
             return args[0]

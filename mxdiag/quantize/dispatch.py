@@ -39,7 +39,7 @@ def is_torch(x: object) -> TypeGuard[torch.Tensor]:
 
 
 def accepted(x: object) -> Array:
-    """x as a dense array or tensor whose values are here; what numpy reads becomes a numpy array.
+    """X as a dense array or tensor whose values are here; what numpy reads becomes a numpy array.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def choose_backend(x: Array, backend: str) -> str:
 
 
 def canonical(x: Array, axis: int) -> Array:
-    """x as [outer, K, inner] with K the blocked axis; a view where the strides allow one.
+    """X as [outer, K, inner] with K the blocked axis; a view where the strides allow one.
 
     Raises
     ------
@@ -323,7 +323,7 @@ def inject(
     *,
     backend: str = "auto",
 ) -> Array:
-    """x plus the chosen error components (`scale`, `deadzone`, `grid`), rounded once to x's dtype.
+    """X plus the chosen error components (`scale`, `deadzone`, `grid`), rounded once to x's dtype.
 
     All three give exactly Q(x), none gives exactly x; see `mxdiag.quantize.reference.inject`.
     """

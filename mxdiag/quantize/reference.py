@@ -45,7 +45,8 @@ _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A quantized tensor: uint8 `codes` in x's shape, uint8 E8M0 `scale_codes` with the blocked
-    axis replaced by the block count. A non-finite block has scale byte 255 and codes 0."""
+    axis replaced by the block count. A non-finite block has scale byte 255 and codes 0.
+    """
 
     codes: torch.Tensor
     scale_codes: torch.Tensor
@@ -84,7 +85,7 @@ def check_tensor(x: torch.Tensor) -> None:
 
 
 def to_float64(x: torch.Tensor) -> torch.Tensor:
-    """x in float64, exactly: a thread that flushes subnormals would convert them to zero."""
+    """X in float64, exactly: a thread that flushes subnormals would convert them to zero."""
     if x.dtype not in _BITS:
         return x.to(torch.float64)
     mantissa_bits, emin = _PRECISIONS[x.dtype]
@@ -96,8 +97,9 @@ def to_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _from_float64(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """y (float64) in `dtype`, subnormal results as bits; rounded by torch, and so, to 16 bits, by
-    way of float32."""
+    """Y (float64) in `dtype`, subnormal results as bits; rounded by torch, and so, to 16 bits, by
+    way of float32.
+    """
     if dtype not in _BITS:
         return y.to(dtype)
     mantissa_bits, emin = _PRECISIONS[dtype]
@@ -109,7 +111,7 @@ def _from_float64(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_blocks(x: torch.Tensor, axis: int, block_size: int) -> torch.Tensor:
-    """x in float64 as [..., n_blocks, block_size]: `axis` moved last and padded with zeros."""
+    """X in float64 as [..., n_blocks, block_size]: `axis` moved last and padded with zeros."""
     check_tensor(x)
     moved = to_float64(x.detach()).movedim(axis, -1)
     padding = -moved.shape[-1] % block_size
@@ -123,21 +125,22 @@ def from_blocks(blocks: torch.Tensor, like: torch.Tensor, axis: int) -> torch.Te
 
 
 def _round_to_precision(y: torch.Tensor, mantissa_bits: int, emin: int) -> torch.Tensor:
-    """y (float64) to the nearest number of so many mantissa bits, ties to even; keeps -0.0."""
+    """Y (float64) to the nearest number of so many mantissa bits, ties to even; keeps -0.0."""
     exponent = torch.frexp(y).exponent - 1
     quantum = torch.ldexp(torch.ones_like(y), exponent.clamp(min=emin) - mantissa_bits)
     return (y / quantum).round() * quantum
 
 
 def round_to_element(y: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """y (float64) to the nearest value of the format, ties to even code, saturating; keeps -0.0."""
+    """Y (float64) to the nearest value of the format, ties to even code, saturating; keeps -0.0."""
     rounded = _round_to_precision(y, element.mantissa_bits, element.emin)
     return rounded.clamp(-element.max_normal, element.max_normal)
 
 
 def round_once(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """y (float64) in `dtype`, rounded once: torch's own conversion to 16 bits rounds twice, by way
-    of float32. Beyond the dtype's range it is infinite."""
+    """Y (float64) in `dtype`, rounded once: torch's own conversion to 16 bits rounds twice, by way
+    of float32. Beyond the dtype's range it is infinite.
+    """
     if dtype in (torch.bfloat16, torch.float16):
         finite = _round_to_precision(y, *_PRECISIONS[dtype])
         y = torch.where(torch.isfinite(y), finite, y)
@@ -225,7 +228,7 @@ def inject(
     axis: int = -1,
     rule: str | ScaleRule = "rceil",
 ) -> torch.Tensor:
-    """x plus the named error components, rounded once to x's dtype; non-finite blocks become NaN.
+    """X plus the named error components, rounded once to x's dtype; non-finite blocks become NaN.
 
     Values are picked, not summed: with the element's own component (deadzone on the deadzone, grid
     off it) the result is Q with scale and Q* without; else x + Q - Q* with scale and x without.

@@ -109,7 +109,8 @@ def to_json(value: Any) -> str:
 
 def _csv_line(cells: Iterable[Any]) -> str:
     """One line of CSV. csv only quotes the characters of its own line ending, and a lone carriage
-    return must be quoted as well: so it ends lines with both, and this one with a newline."""
+    return must be quoted as well: so it ends lines with both, and this one with a newline.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\r\n").writerow(cells)
     return text.getvalue()[:-2] + "\n"

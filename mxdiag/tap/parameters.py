@@ -37,7 +37,8 @@ def first_names(model: nn.Module) -> dict[int, str]:
 
 def _ties_on_meta(model: nn.Module) -> dict[str, str]:
     """Tied name -> first name, of weights that are not loaded: those are separate objects, and
-    transformers' own list tells."""
+    transformers' own list tells.
+    """
     ties: dict[str, str] = {}
     for prefix, module in model.named_modules():
         listed = getattr(module, "all_tied_weights_keys", None)

@@ -23,7 +23,7 @@ class Call:
     `arguments` holds every argument by position; those at `x_at` and `w_at` are X and W.
     """
 
-    func: Callable
+    func: Callable[..., Any]
     arguments: list[Any]
     extra: dict[str, Any]
     x_at: int
@@ -74,7 +74,7 @@ _OPAQUE = frozenset(
 )
 
 
-def call_of(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+def call_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """Recognize a product of an activation with a tapped weight.
 
     Returns None for every other call.
@@ -110,14 +110,14 @@ def call_of(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
     return _call(name, func, arguments, extra, first, second)
 
 
-def _product_name(func: Callable) -> str:
+def _product_name(func: Callable[..., Any]) -> str:
     name = name_of(func)
     return name.rpartition("::")[2].removesuffix(".default") if "::" in name else name
 
 
 def _call(
     name: str,
-    func: Callable,
+    func: Callable[..., Any],
     arguments: list[Any],
     extra: dict[str, Any],
     first: int,
@@ -170,7 +170,9 @@ def _matmul_letters(a: Tensor, b: Tensor, weight_second: bool) -> Equation:
     return Equation(left, right, out) if weight_second else Equation(right, left, out)
 
 
-def _grouped_call(func: Callable, arguments: list[Any], extra: dict[str, Any]) -> Call | None:
+def _grouped_call(
+    func: Callable[..., Any], arguments: list[Any], extra: dict[str, Any]
+) -> Call | None:
     offsets = arguments[2] if len(arguments) > 2 else extra.get("offs")
     x, w = arguments[:2]
     if tag_of(w) is None:
@@ -182,7 +184,9 @@ def _grouped_call(func: Callable, arguments: list[Any], extra: dict[str, Any]) -
     return Call(func, arguments, extra, 0, 1, Equation("ti", "aio", "to"), None, offsets)
 
 
-def _einsum_call(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+def _einsum_call(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Call | None:
     equation, operands = args[0], args[1:]
     nested = len(operands) == 1 and isinstance(operands[0], (list, tuple))
     if nested:
@@ -226,7 +230,7 @@ def _einsum_letters(equation: str, dims: list[int]) -> tuple[list[str], str]:
     return written, out.replace("...", free[:width])
 
 
-def attention_without_dispatch() -> Callable:
+def attention_without_dispatch() -> Callable[..., Any]:
     """Return a copy of `F.multi_head_attention_forward` whose inner products reach the tap.
 
     The function hands itself to `__torch_function__` before anything else; called again from there

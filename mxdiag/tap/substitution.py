@@ -36,6 +36,7 @@ class SubstitutedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, anchor: Tensor | None, work: Work
     ) -> Tensor:
+        """The product of substituted operands."""
         ctx.work, ctx.x_like, ctx.bias_like = work, _like(x), None if bias is None else _like(bias)
         with torch._C.DisableTorchFunctionSubclass():
             need_x, need_w = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
@@ -48,6 +49,7 @@ class SubstitutedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        """The gradients of x, w and the bias, from products of substituted operands."""
         work = ctx.work
         x, w = ctx.saved_tensors
         with torch._C.DisableTorchFunctionSubclass():
@@ -90,7 +92,7 @@ def _forward_operands(work: Work, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
         xs, ws = segment.x_of(x_out.t3), w_out.t3[segment.w_at]
         x_new, w_new = work.substitute.fprop(product, xs, ws)
         x_out.replace(xs, x_new, segment.put_x)
-        _replace_weight(w_out, work, segment, ws, w_new)
+        _replace_weight(w_out, segment, ws, w_new)
     return x_out.result(), w_out.result()
 
 
@@ -101,7 +103,7 @@ def _gradient_operands(work: Work, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor
         gs, ws = segment.y_of(g_out.t3), w_out.t3[segment.w_at]
         g_new, w_new = work.substitute.dgrad(product, gs, ws)
         g_out.replace(gs, g_new, segment.put_y)
-        _replace_weight(w_out, work, segment, ws, w_new)
+        _replace_weight(w_out, segment, ws, w_new)
     return g_out.result(), w_out.result()
 
 
@@ -116,9 +118,7 @@ def _outer_operands(work: Work, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return g_out.result(), x_out.result()
 
 
-def _replace_weight(
-    w_out: _Operand, work: Work, segment: Segment, ws: Tensor, w_new: Tensor
-) -> None:
+def _replace_weight(w_out: _Operand, segment: Segment, ws: Tensor, w_new: Tensor) -> None:
     def put(t3: Tensor, values: Tensor) -> None:
         # a weight gathered by an index vector holds one copy per token
         at = segment.y_at if isinstance(segment.y_at, Tensor) else segment.w_at
@@ -130,7 +130,9 @@ def _replace_weight(
 class _Operand:
     """An operand in the form [b, rows, columns], copied only if a part of it is replaced."""
 
-    def __init__(self, original: Tensor, group: Callable, back: Callable) -> None:
+    def __init__(
+        self, original: Tensor, group: Callable[..., Any], back: Callable[..., Any]
+    ) -> None:
         self.original, self.back = original.detach(), back
         self.t3: Tensor = group(self.original)
         self.changed: Tensor | None = None

@@ -38,7 +38,7 @@ from mxdiag.tap.substitution import SubstitutedProduct, Work
 from mxdiag.tap.tensor import Tag, TapParameter, attach, carry_tag, name_of, tag_of, tagged
 
 
-class Tap(AbstractContextManager):
+class Tap(AbstractContextManager[Any]):
     """Report every product of an activation with a parameter of `model` while the block runs.
 
     Parameters
@@ -95,7 +95,7 @@ class Tap(AbstractContextManager):
         self._eager = experts == "eager"
         self._anchor = torch.zeros((), requires_grad=True)
         self._attention = attention_without_dispatch()
-        self._layouts: dict[tuple, tuple[ProductLayout, list[WeightView]]] = {}
+        self._layouts: dict[tuple[Any, ...], tuple[ProductLayout, list[WeightView]]] = {}
         self._views: dict[WeightView, WeightView] = {}
         self._whole: dict[str, WeightView] = {}
         self._whole_layout = ProductLayout.of(Equation("ti", "oi", "to"))
@@ -152,7 +152,7 @@ class Tap(AbstractContextManager):
 
     # ---- what tagged tensors report ------------------------------------------------------------
 
-    def call(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a torch function on a tagged tensor, and report it if it is a product."""
         if func is F.multi_head_attention_forward:
             return self._attention(*args, **kwargs)
@@ -177,7 +177,7 @@ class Tap(AbstractContextManager):
             return out
 
     def _other_use(
-        self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Record a use that is no product; start gradients behind it; follow effective weights."""
         tags = [tag for _, tag in tagged((args, tuple(kwargs.values())))]
@@ -308,7 +308,7 @@ class _Start(torch.autograd.Function):
     """Makes a result require grad, so that gradients reach the products behind it."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, report: Callable | None) -> Tensor:
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, report: Callable[..., Any] | None) -> Tensor:
         ctx.report = report
         return out.data
 
@@ -323,7 +323,7 @@ class _Watch(torch.autograd.Function):
     """Reports the gradient of a view of some larger result."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, report: Callable) -> Tensor:
+    def forward(ctx: Any, out: Tensor, report: Callable[..., Any]) -> Tensor:
         ctx.report = report
         ctx.mark_dirty(out)
         return out

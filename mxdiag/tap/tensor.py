@@ -32,7 +32,7 @@ class TapCore(Protocol):
 
     active: bool
 
-    def call(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run `func`, whose arguments hold at least one tagged tensor."""
 
 
@@ -61,7 +61,11 @@ class TapTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -81,7 +85,11 @@ class TapParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
@@ -113,7 +121,7 @@ def tagged(values: Sequence[Any]) -> Iterator[tuple[Tensor, Tag]]:
                 yield value, tag
 
 
-def dispatch(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass a call on a tagged tensor to its tap; once that has ended, just run it."""
     tag = next((tag for value in args if (tag := tag_of(value)) is not None), None)
     if tag is None:
@@ -124,7 +132,7 @@ def dispatch(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return func(*args, **kwargs)
 
 
-def name_of(func: Callable) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Name a torch function: `linear`, `__getitem__`; a property by its own name."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -140,7 +148,9 @@ def attach(tensor: Tensor, tag: Tag) -> Tensor:
     return tensor
 
 
-def carry_tag(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> bool:
+def carry_tag(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> bool:
     """Tag the results of a call that views, casts or selects a tagged tensor.
 
     Returns
@@ -173,7 +183,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _replay(
-    func: Callable, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Any], source: Tag
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    results: Sequence[Any],
+    source: Tag,
 ) -> bool:
     """Repeat a view operation on the meta tensor."""
     try:

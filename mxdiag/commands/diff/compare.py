@@ -84,7 +84,8 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class ImpactChange:
     """One impact number that moved. `noise` tells that it moved by less than two standard
-    deviations of the difference; None if no deviation was measured."""
+    deviations of the difference; None if no deviation was measured.
+    """
 
     entry: str
     metric: str

@@ -285,7 +285,8 @@ def _lack(metric: str, row: Row) -> str:
 
 def _hints(budget: Budget, subject: Subject, before: Mapping[Key, Row]) -> list[str]:
     """Bounds that every selected row of both runs clears by far: one run may have been lucky, two
-    are a reason to tighten."""
+    are a reason to tighten.
+    """
     hints = []
     for rule in budget.rules:
         if rule.aggregate:

@@ -14,7 +14,8 @@ from mxdiag.run.run import Run
 
 def judge_coverage(run: Run, budget: Budget) -> list[Check]:
     """The checks that every budget makes. Only patterns of `[coverage]` make exceptions; for
-    non-finite values there are none."""
+    non-finite values there are none.
+    """
     coverage = run.data.get("coverage") or {}
     allowed, line = budget.coverage, budget.coverage.line
 

@@ -39,7 +39,8 @@ class Subject:
 
     def rows(self, select: Mapping[str, Globs]) -> Sequence[Row]:
         """The rows worth matching: by name where layers are named, so that a budget with a rule
-        per row takes linear time."""
+        per row takes linear time.
+        """
         names = select["layer"].literals if "layer" in select else None
         if names is None:
             return self.run.tensors

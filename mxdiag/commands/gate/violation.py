@@ -67,7 +67,8 @@ def violation(
 
 def severity(metric: str, bound: float, found: float) -> float:
     """How far beyond the bound, so that violations of unlike metrics can be sorted: decibels as a
-    ratio of errors, everything else relative to the bound."""
+    ratio of errors, everything else relative to the bound.
+    """
     excess = abs(found - bound)
     if metric.removesuffix("_token").endswith("_db"):
         return excess / 10
@@ -89,7 +90,8 @@ def _fixes(
     rule: Rule, limit: Limit, rows: Sequence[Row], subject: Subject
 ) -> tuple[Fix, ...] | None:
     """The corrections under which the bound would hold, cheapest first: fewer GEMM passes, then
-    fewer bits, then a lower error."""
+    fewer bits, then a lower error.
+    """
     names = subject.corrections
     if limit.metric not in AFTER_METRICS or not names:
         return None

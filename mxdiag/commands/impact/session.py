@@ -44,8 +44,9 @@ from mxdiag.model.inventory import ModelInventory, model_inventory
 from mxdiag.model.live import LiveLinear
 from mxdiag.progress import QUIET, Progress
 from mxdiag.tap.layouts import WeightView
+from mxdiag.tap.observers import Observer, Product
 from mxdiag.tap.parameters import parameter_names
-from mxdiag.tap.tap import Observer, Product, Tap
+from mxdiag.tap.tap import Tap
 
 
 class Session:

@@ -66,7 +66,7 @@ def _picked(matrix: np.ndarray, choice: np.ndarray) -> float:
 
 
 def _weighed(cost: np.ndarray, error: np.ndarray, multiplier: float) -> np.ndarray:
-    """error + multiplier * cost, infinite where a candidate is not available."""
+    """Error + multiplier * cost, infinite where a candidate is not available."""
     return error + multiplier * np.where(np.isfinite(cost), cost, 0.0)
 
 

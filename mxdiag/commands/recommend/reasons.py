@@ -41,7 +41,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What one row gets. `recommended` is a correction's name, `mxfp4` for none, or None where
-    nothing can be recommended; `mse_ratio` and `sqnr_db` are what was measured under it."""
+    nothing can be recommended; `mse_ratio` and `sqnr_db` are what was measured under it.
+    """
 
     layer: str
     operand: str

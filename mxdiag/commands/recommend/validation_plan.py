@@ -231,7 +231,7 @@ def _value(entry: Mapping[str, Any], measure: str) -> ValueWithSd:
 
 
 def _quotient(top: ValueWithSd, bottom: ValueWithSd) -> ValueWithSd:
-    """top / bottom with the standard deviation of independent ones."""
+    """Top / bottom with the standard deviation of independent ones."""
     if top[0] is None or not bottom[0]:
         return None, None
     ratio = top[0] / bottom[0]

@@ -35,16 +35,18 @@ from mxdiag.model.batches import (
 )
 from mxdiag.model.calibration import Calibration
 from mxdiag.model.checkpoint_names import transformers_models
-from mxdiag.model.inventory import LiveLinear, ModelInventory, model_inventory
+from mxdiag.model.inventory import ModelInventory, model_inventory
+from mxdiag.model.live import LiveLinear
 from mxdiag.model.loading import LoadedModel, TokenizerOnDemand, load_model
 from mxdiag.progress import Progress
-from mxdiag.quantize.corrections.registry import Correction
+from mxdiag.quantize.corrections.base import Correction
 from mxdiag.quantize.cpu.threads import cpu_count
 from mxdiag.quantize.dispatch import choose_backend, dtype_name, measure
 from mxdiag.quantize.sums import Sums
 from mxdiag.run.rows import Coverage, Measured, Measurement
+from mxdiag.tap.observers import Observer, Product
 from mxdiag.tap.offload import input_device
-from mxdiag.tap.tap import Observer, Product, Tap
+from mxdiag.tap.tap import Tap
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -80,6 +82,7 @@ class Accumulator(Observer):
         self.first_nonfinite: str | None = None
 
     def forward(self, product: Product, x: Tensor) -> None:
+        """See `Observer.forward`."""
         parts = self._inventory.resolve(product.view)
         for part in parts:
             self.calls[part.live] += 1
@@ -90,6 +93,7 @@ class Accumulator(Observer):
             self._add(part.live, "A", x, measured)
 
     def backward(self, product: Product, g: Tensor) -> None:
+        """See `Observer.backward`."""
         if not self._cells["G"] or not g.numel():
             return
         for part in self._inventory.resolve(product.view):

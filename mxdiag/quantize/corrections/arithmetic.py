@@ -30,7 +30,7 @@ def quantize_rows(rows: torch.Tensor, rule: ScaleRule, fmt: BlockFormat = MXFP4)
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """x on the element grid times its scale."""
+    """X on the element grid times its scale."""
     return round_to_element(x / scale, element) * scale
 
 
@@ -50,7 +50,7 @@ def to_float32_precision(y: torch.Tensor) -> torch.Tensor:
 def macro_scaled(
     rows: torch.Tensor, size: int, search: bool, rule: ScaleRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mu x in float32 precision and mu, both in the layout of rows."""
+    """Mu x in float32 precision and mu, both in the layout of rows."""
     if search:
         mu = _searched_mu(rows, size, rule)
     else:
@@ -62,7 +62,7 @@ def macro_scaled(
 
 
 def _searched_mu(rows: torch.Tensor, size: int, rule: ScaleRule) -> torch.Tensor:
-    """mu of least squared error per macro block [..., K / size]; the smallest where several tie."""
+    """Mu of least squared error per macro block [..., K / size]; the smallest where several tie."""
     best = best_error = torch.empty(0)
     for mantissa in range(256):
         mu = 1.0 + mantissa / 256
@@ -93,7 +93,8 @@ def _mix(h: torch.Tensor) -> torch.Tensor:
 
 def uniform_draws(rows: torch.Tensor, seed: int, context: Context) -> torch.Tensor:
     """Uniform multiples of 2^-24 in [0, 1), one per element, from the seed and the element's flat
-    index in the C order of the whole tensor."""
+    index in the C order of the whole tensor.
+    """
     outer, inner, padded = rows.shape
     o = torch.arange(outer, device=rows.device)[:, None, None] + context.start[0]
     k = torch.arange(padded, device=rows.device)[None, None, :] + context.start[1]

@@ -58,7 +58,7 @@ class MacroBlock(Correction):
         return Cost(8 / self.size)
 
     def predicted(self, row: Mapping[str, float]) -> float | None:
-        """arXiv 2605.20402: macro-block scaling removes the scale bias."""
+        """ArXiv 2605.20402: macro-block scaling removes the scale bias."""
         return floor(row)
 
     @classmethod

@@ -35,7 +35,7 @@ class Fallback(Correction):
         return Cost(MXFP4.bits_per_element, gemm_passes=1)
 
     def predicted(self, row: Mapping[str, float]) -> float | None:
-        """r keeps the share 1 - alpha, and alpha of it has MXFP4's own relative error."""
+        """R keeps the share 1 - alpha, and alpha of it has MXFP4's own relative error."""
         return (1 - self.alpha) ** 2 + self.alpha**2 * row["rel_mse"]
 
     @classmethod

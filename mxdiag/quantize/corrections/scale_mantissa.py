@@ -41,7 +41,7 @@ class ScaleMantissa(Correction):
         return Cost(self.bits / MXFP4.block_size)
 
     def predicted(self, row: Mapping[str, float]) -> float | None:
-        """arXiv 2605.20402: the sweep falls to the floor."""
+        """ArXiv 2605.20402: the sweep falls to the floor."""
         return floor(row)
 
     @classmethod

@@ -186,7 +186,7 @@ def _magnitude(lanes: Lanes) -> Lanes:
 
 
 def _fallback(strip: Strip, amax: Lanes, alpha: float) -> tuple[Callable[[Lanes], Lanes], Lanes]:
-    """alpha Q' for residuals of the largest magnitude `amax` (bits); up to where Q' gives zero."""
+    """Alpha Q' for residuals of the largest magnitude `amax` (bits); up to where Q' gives zero."""
     grid, scale = strip.grid(amax, E2M1, strip.setting("carry"))
     return lambda residual: grid.round(residual) * alpha, scale * 0.25
 

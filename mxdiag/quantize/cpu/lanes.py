@@ -111,7 +111,7 @@ class Grid:
         return cls(floor, _rounder(element), limit)
 
     def round(self, y: Lanes) -> Lanes:
-        """y on the grid; a zero may lose its sign."""
+        """Y on the grid; a zero may lose its sign."""
         power = (y.bits() & EXPONENT).maximum(self.floor).reinterpret(F32)
         q = power.times_plus(-self.rounder, power.times_plus(self.rounder, y))
         if self.limit is None:
@@ -126,7 +126,7 @@ def _rounder(element: ElementFormat) -> float:
 
 
 def round_e2m1(y: Lanes, saturate: bool) -> Lanes:
-    """y to the nearest E2M1 value, ties to even code. Needs |y| < 7 unless it is to `saturate`."""
+    """Y to the nearest E2M1 value, ties to even code. Needs |y| < 7 unless it is to `saturate`."""
     return Grid.of(E2M1, saturate).round(y)
 
 
@@ -203,7 +203,7 @@ class IdealRounder:
             self.by_thresholds = ThresholdRounder(_thresholds(top))
 
     def __call__(self, y: Lanes, unit: float = 1.0) -> tuple[Lanes, Lanes]:
-        """g / unit, a zero with the sign of y or none, and where it is not zero."""
+        """G / unit, a zero with the sign of y or none, and where it is not zero."""
         if not self.snapped:
             return self.by_thresholds(y, unit)
         z = y.times_plus(self.ratio, _SNAP) - _SNAP

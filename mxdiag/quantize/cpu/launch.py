@@ -203,7 +203,7 @@ def inject(
     out: np.ndarray | None = None,
     threads: int | None = None,
 ) -> np.ndarray:
-    """x plus the named error components ("scale", "deadzone", "grid"), in x's dtype.
+    """X plus the named error components ("scale", "deadzone", "grid"), in x's dtype.
 
     See `reference.inject`. Raises a TensorError as `quantize_dequantize`, or for an unknown
     component.

@@ -130,7 +130,7 @@ class Lanes:
         return (self < other).select(self, other)
 
     def times_plus(self, factor: Lanes | Number, addend: Lanes | Number) -> Lanes:
-        """self * factor + addend, with one rounding where the host has fused multiply-add."""
+        """Self * factor + addend, with one rounding where the host has fused multiply-add."""
         vector = self.value.type
         name = f"llvm.fmuladd.v{vector.count}{'f32' if self.element == F32 else 'f64'}"
         function_type = ir.FunctionType(vector, [vector] * 3)
@@ -241,7 +241,8 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, offset: int = 0) -> None:
 
 def align_stack(builder: ir.IRBuilder) -> None:
     """Align the stack of the function being built to cache lines, so that no spilled vector
-    straddles two."""
+    straddles two.
+    """
     attributes = builder.function.attributes
     attributes.alignstack = CACHE_LINE
     attributes.add(

@@ -109,7 +109,7 @@ def block_scale(bits, carry, AXIS: tl.constexpr):
 
 @triton.jit
 def magnitudes(bits, amax, byte, AXIS: tl.constexpr):
-    """y = |x| / s_b over the tile, and m = amax / s_b per lane (1 in an all-zero block)."""
+    """Y = |x| / s_b over the tile, and m = amax / s_b per lane (1 in an all-zero block)."""
     inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     y = (bits & MAGNITUDE).to(tl.float32, bitcast=True) * tl.expand_dims(inverse, AXIS)
     m = tl.where(amax > 0, amax.to(tl.float32, bitcast=True) * inverse, 1.0)
@@ -118,7 +118,7 @@ def magnitudes(bits, amax, byte, AXIS: tl.constexpr):
 
 @triton.jit
 def round_to_grid(y):
-    """y >= 0 to the nearest grid value, ties to even code, at most 6."""
+    """Y >= 0 to the nearest grid value, ties to even code, at most 6."""
     exponent = tl.maximum(y, 1.0).to(tl.int32, bitcast=True) & INFINITY
     shifter = (exponent + (22 << 23)).to(tl.float32, bitcast=True)
     return tl.minimum((y + shifter) - shifter, TOP)
@@ -206,7 +206,7 @@ def check(x: torch.Tensor) -> None:
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """x as the kernels take it: bfloat16 as int16 bits, which no conversion can alter."""
+    """X as the kernels take it: bfloat16 as int16 bits, which no conversion can alter."""
     x = x.detach()
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 

@@ -49,7 +49,7 @@ _CODES, _VALUES, _INJECTED = (tl.constexpr(what) for what in range(3))
 
 @triton.jit
 def _injected(bits, q, g, amax, byte, AXIS: tl.constexpr, COMPONENTS: tl.constexpr):
-    """x with the components (bit 0 scale, 1 deadzone, 2 grid) injected, in float64, signed.
+    """X with the components (bit 0 scale, 1 deadzone, 2 grid) injected, in float64, signed.
 
     g m / 6 is rounded once: for g = 1.5 * 2^j it is 2^j * m / 4, exact; else 2^j times fl(m / 6).
     """
@@ -193,7 +193,7 @@ def quantize_dequantize(x: torch.Tensor, rule: str | ScaleRule = "rceil") -> tor
 def inject(
     x: torch.Tensor, components: frozenset[str], rule: str | ScaleRule = "rceil"
 ) -> torch.Tensor:
-    """x [outer, K, inner] plus the named error components, as `reference.inject` defines it.
+    """X [outer, K, inner] plus the named error components, as `reference.inject` defines it.
 
     Evaluated in float64 and rounded once to x's dtype.
     """

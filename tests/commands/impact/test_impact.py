@@ -189,7 +189,7 @@ def test_the_summary_marks_noise(impact: dict[str, Any]) -> None:
     target["kl_mean"], target["kl_mean_sd"] = 0.5, 0.3
     noisy["warnings"] = ["a [bold]warning[/bold]"]
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(impact_summary(noisy, console))
+    console.print(impact_summary(noisy))
     text = console.export_text()
     assert "~0.5000 ± 0.3000" in text
     assert "a [bold]warning[/bold]" in text
@@ -206,7 +206,7 @@ def test_the_terminal_shows_rollouts_by_mode():
     rollout.append({"operands": "WA", "config": "mbs", "mode": "greedy", "identical": 0.5})
     console = Console(width=200, color_system=None)
     with console.capture() as captured:
-        console.print(impact_summary({"reference": {}, "rollout": rollout}, console))
+        console.print(impact_summary({"reference": {}, "rollout": rollout}))
     text = captured.get()
     assert "trainer–rollout mismatch" in text
     assert "0.980" in text

@@ -287,7 +287,7 @@ def test_the_terminal_marks_noise_of_the_records() -> None:
 
     def printed(**more: float) -> str:
         with console.capture() as captured:
-            console.print(impact_summary({"forward": [entry | more]}, console))
+            console.print(impact_summary({"forward": [entry | more]}))
         return captured.get()
 
     assert "~0.5000 ± 0.0010" in printed(kl_mean_boot_sd=0.3)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from mxdiag.formats import E2M1, E4M3, FLOAT32_MANTISSA_BITS, MXFP4, MXFP8, NVFP4, RCEIL, scale_rule
 from mxdiag.quantize import dispatch
+from mxdiag.quantize.corrections.base import Correction
 from mxdiag.quantize.corrections.bf16 import Bf16
 from mxdiag.quantize.corrections.mbs import MacroBlock
 from mxdiag.quantize.corrections.mbs_of import MacroBlockFallback
 from mxdiag.quantize.corrections.mxfp8 import Mxfp8
 from mxdiag.quantize.corrections.nvfp4 import Nvfp4
 from mxdiag.quantize.corrections.of import Fallback
-from mxdiag.quantize.corrections.registry import Correction
 from mxdiag.quantize.corrections.scale_mse import ScaleMse
 
 #: Block maxima outside of these may meet subnormal or overflowing intermediate results.
@@ -63,7 +63,7 @@ def _ordinary(x: Tensor, axis: int) -> bool:
 
 
 def _grouped(x: Tensor, axis: int, size: int) -> Tensor:
-    """x with `axis` split into groups of `size`, the last one padded with zeros."""
+    """X with `axis` split into groups of `size`, the last one padded with zeros."""
     padding = -x.shape[axis] % size
     if padding:
         x = torch.nn.functional.pad(x, (0, padding) if axis == 1 else (0, 0, 0, padding))
@@ -82,7 +82,7 @@ class _Blocked:
         return dispatch.quantize_dequantize(x, self.axis, self.rule, backend=self._backend)  # type: ignore[return-value]
 
     def groups(self, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """x in groups along the axis, and the largest magnitude of each, ready to broadcast."""
+        """X in groups along the axis, and the largest magnitude of each, ready to broadcast."""
         grouped = _grouped(x, self.axis, size)
         return grouped, grouped.abs().amax(self.axis + 1, keepdim=True)
 
@@ -93,7 +93,7 @@ class _Blocked:
 
 
 def _scaled(x: Tensor, spec: MacroBlock, blocked: _Blocked) -> tuple[Tensor, Tensor]:
-    """y = mu x, in one float32 product, and mu by element."""
+    """Y = mu x, in one float32 product, and mu by element."""
     grouped, amax = blocked.groups(x, spec.size)
     wide = amax.double()
     quotient = 6.0 / torch.where(wide == 0, 6.0, wide)

@@ -18,7 +18,8 @@ from mxdiag.commands.impact.inject.plan import (
 from mxdiag.commands.impact.settings import OPERAND_SETS, ImpactSettings
 from mxdiag.errors import UsageError
 from mxdiag.quantize.corrections.aqn import AdaptiveNoise
-from mxdiag.quantize.corrections.registry import Correction, parse_corrections
+from mxdiag.quantize.corrections.base import Correction
+from mxdiag.quantize.corrections.registry import parse_corrections
 
 #: The seven non-empty sets of components; `ideal` is what an unrounded block scale would leave.
 COMPONENT_SETS: dict[str, frozenset[str]] = {

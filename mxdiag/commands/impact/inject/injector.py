@@ -84,14 +84,14 @@ class Injector:
         return self._activation(parts, x, "fprop"), self._weight(product, parts, w)
 
     def dgrad(self, product: Product, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """dX = G W: both blocked along out_features."""
+        """DX = G W: both blocked along out_features."""
         parts = self._parts(product)
         if not parts:
             return g, w
         return self._split(parts, g, "G", "dgrad"), self._split(parts, w, "W", "dgrad")
 
     def wgrad(self, product: Product, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """dW = G^T X: both blocked along tokens."""
+        """DW = G^T X: both blocked along tokens."""
         parts = self._parts(product)
         if not parts:
             return g, x

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mxdiag.gemms import CELLS
 from mxdiag.layers.linears import Linear
-from mxdiag.quantize.corrections.registry import Correction
+from mxdiag.quantize.corrections.base import Correction
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from mxdiag.commands.impact.inject.compositions import composed
 from mxdiag.commands.impact.inject.plan import Components, Corrected, Injection, Noisy
 from mxdiag.quantize import dispatch
+from mxdiag.quantize.corrections.base import Correction
 from mxdiag.quantize.corrections.evaluate import correct
-from mxdiag.quantize.corrections.registry import Correction
 from mxdiag.quantize.corrections.sr import StochasticRounding
 
 #: Elements that a correction takes at a time: its temporaries stay small.
@@ -67,7 +67,7 @@ def _noisy(x: Tensor, noisy: Noisy, axis: int, rule: str, backend: str, seed: in
 def corrected(
     x: Tensor, correction: Correction, axis: int, rule: str, backend: str, seed: int
 ) -> Tensor:
-    """x as a correction leaves it, rounded once to x's dtype; a piece at a time."""
+    """X as a correction leaves it, rounded once to x's dtype; a piece at a time."""
     amax = None
     if correction.needs_amax:
         amax = float(torch.where(x.isfinite(), x.abs(), 0).max())

@@ -63,7 +63,7 @@ class Jitter:
         )
 
     def moved(self, x: Tensor) -> Tensor:
-        """x with the next draw of jitter; x itself if it is not floating point."""
+        """X with the next draw of jitter; x itself if it is not floating point."""
         if not self.relative or not x.is_floating_point():
             return x
         generator = self._generators.get(x.device)

@@ -98,8 +98,8 @@ class Blocks:
         """Let go of the outputs."""
         self._outputs.clear()
 
-    def _recorder(self, index: int) -> Callable[[Callable], Callable]:
-        def wrap(forward: Callable) -> Callable:
+    def _recorder(self, index: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 self._began.setdefault(index, self._clock())
                 self._calls[index] += 1
@@ -115,15 +115,17 @@ class Blocks:
     def _clock(self) -> int:
         return 1 + max([*self._began.values(), *self._ended.values()], default=-1)
 
-    def _player(self, index: int) -> Callable[[Callable], Callable]:
-        def wrap(forward: Callable) -> Callable:
+    def _player(self, index: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
             # a copy: the code between two blocks may add to it in place
             return lambda *args, **kwargs: _copied(self._outputs[index])
 
         return wrap
 
     @contextmanager
-    def _forwards(self, wrappers: Mapping[int, Callable[[Callable], Callable]]) -> Iterator[None]:
+    def _forwards(
+        self, wrappers: Mapping[int, Callable[[Callable[..., Any]], Callable[..., Any]]]
+    ) -> Iterator[None]:
         """Replace `forward` of some blocks for a block of code."""
         with ExitStack() as stack:
             for index, wrap in wrappers.items():

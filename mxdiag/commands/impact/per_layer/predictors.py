@@ -24,7 +24,8 @@ from mxdiag.commands.impact.session import Session
 from mxdiag.model.batches import evaluating
 from mxdiag.model.live import LiveLinear, Part
 from mxdiag.tap.layouts import WeightView
-from mxdiag.tap.tap import Observer, Product, Tap
+from mxdiag.tap.observers import Observer, Product
+from mxdiag.tap.tap import Tap
 
 
 @dataclass(slots=True)

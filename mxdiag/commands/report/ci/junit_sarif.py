@@ -61,7 +61,8 @@ def _case(suite: ET.Element, rule: str, name: str) -> ET.Element:
 
 def sarif(verdict: Verdict) -> str:
     """SARIF 2.1.0: a rule per check, a result per violation at the line of the budget, with a
-    fingerprint by rule and row, so that a result is the same one from run to run."""
+    fingerprint by rule and row, so that a result is the same one from run to run.
+    """
     indices = {check.rule: index for index, check in enumerate(verdict.checks)}
     uri = uri_of(verdict.budget)
     run = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -109,7 +109,7 @@ def _reference(impact: ImpactEntry) -> Text:
     return text
 
 
-def impact_summary(impact: ImpactEntry, console: Console) -> RenderableType:
+def impact_summary(impact: ImpactEntry) -> RenderableType:
     """What `mxdiag impact` prints: the tables, then the verdict in words.
 
     Parameters

@@ -34,6 +34,7 @@ class BarProgress(Progress):
 
     @contextmanager
     def phase(self, label: str, total: int, unit: str = "") -> Iterator[None]:
+        """See `Progress.phase`."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
@@ -50,6 +51,7 @@ class BarProgress(Progress):
                 self._bar = self._task = None
 
     def advance(self, steps: int = 1) -> None:
+        """See `Progress.advance`."""
         if self._bar is None or self._task is None:
             return
         self._bar.advance(self._task, steps)
@@ -58,6 +60,7 @@ class BarProgress(Progress):
             self._bar.update(self._task, rate=f"{_amount(speed, self._unit)}/s")
 
     def note(self, text: str) -> None:
+        """See `Progress.note`."""
         self._console.print(text, style="dim", markup=False, highlight=False)
 
 
@@ -72,12 +75,14 @@ class LineProgress(Progress):
 
     @contextmanager
     def phase(self, label: str, total: int, unit: str = "") -> Iterator[None]:
+        """See `Progress.phase`."""
         self._label, self._total, self._unit, self._done = label, total, unit, 0
         self._start = self._last = time.monotonic()
         self._write(f"{label}: {_amount(total, unit)}")
         yield
 
     def advance(self, steps: int = 1) -> None:
+        """See `Progress.advance`."""
         self._done += steps
         now = time.monotonic()
         if now - self._last < PLAIN_INTERVAL or not self._total:
@@ -91,4 +96,5 @@ class LineProgress(Progress):
         )
 
     def note(self, text: str) -> None:
+        """See `Progress.note`."""
         self._write(text)
