@@ -13,7 +13,18 @@ TYPE_CHECKING = False  # typing's own, without its import: the command line star
 if TYPE_CHECKING:
     from typing import Any
 
-    from mxdiag.api import diff, gate, impact, merge, recommend, report, scan, suggest, validate
+    from mxdiag.api import (
+        diff,
+        gate,
+        impact,
+        merge,
+        recommend,
+        report,
+        scan,
+        schema,
+        suggest,
+        validate,
+    )
     from mxdiag.decomposition import Decomposition, decompose
     from mxdiag.errors import MxdiagError
     from mxdiag.quantize.dispatch import quantize_dequantize
@@ -34,6 +45,7 @@ _HOMES = {
     "recommend": "mxdiag.api",
     "report": "mxdiag.api",
     "scan": "mxdiag.api",
+    "schema": "mxdiag.api",
     "suggest": "mxdiag.api",
     "validate": "mxdiag.api",
 }
@@ -51,6 +63,7 @@ __all__ = [
     "recommend",
     "report",
     "scan",
+    "schema",
     "suggest",
     "validate",
 ]

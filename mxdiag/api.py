@@ -31,7 +31,8 @@ from mxdiag.model.calibration import listed
 from mxdiag.progress import QUIET, Progress
 from mxdiag.quantize.dispatch import first_use
 from mxdiag.run.merge import merge_runs
-from mxdiag.run.run import Run, strict
+from mxdiag.run.run import SCHEMA_VERSION, Run, strict
+from mxdiag.run.schema import json_schema
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,18 @@ if TYPE_CHECKING:
     from mxdiag.commands.impact.command import Extras
     from mxdiag.commands.impact.settings import ImpactSettings
 
-__all__ = ["diff", "gate", "impact", "merge", "recommend", "report", "scan", "suggest", "validate"]
+__all__ = [
+    "diff",
+    "gate",
+    "impact",
+    "merge",
+    "recommend",
+    "report",
+    "scan",
+    "schema",
+    "suggest",
+    "validate",
+]
 
 
 def _loaded(run: Run | Path | str) -> Run:
@@ -155,6 +167,11 @@ def merge(runs: Iterable[Run | Path | str]) -> Run:
     if merged.data.get("corrections"):
         recommend(merged)
     return merged
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of `run.json`, with what every column means."""
+    return json_schema(SCHEMA_VERSION)
 
 
 def impact(

@@ -19,6 +19,7 @@ from mxdiag.cli.recommend import recommend
 from mxdiag.cli.report import report
 from mxdiag.cli.sample import sample
 from mxdiag.cli.scan import scan
+from mxdiag.cli.schema import schema
 from mxdiag.cli.show import show
 from mxdiag.errors import MxdiagError
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     help="X-ray a model's 4-bit error: scale bias, deadzone truncation and grid noise of every "
     "linear layer, for weights, activations and gradients.",
 )
-for command in (scan, impact, recommend, report, gate, diff, merge, show, sample, env):
+for command in (scan, impact, recommend, report, gate, diff, merge, show, schema, sample, env):
     app.command()(command)
 
 

@@ -12,7 +12,7 @@ from mxdiag.gemms import CELLS, Cell
 from mxdiag.layers.linears import Linear
 from mxdiag.quantize.corrections.registry import parse_corrections
 from mxdiag.quantize.sums import CORRECTION_FIELDS
-from mxdiag.run.columns import Key
+from mxdiag.run.columns import Key, corrected_column
 
 #: Statuses whose numbers enter a total.
 MEASURED = ("ok", "exact", "zero", "nonfinite")
@@ -92,19 +92,27 @@ def correction_columns(decomposition: Decomposition) -> dict[str, float | None]:
         values = {field: float(value) for field, value in fields}
         error = values["e2"]
         defined = math.isfinite(error) and not decomposition.underflows
-        columns[f"mse_ratio:{name}"] = decomposition.mse_ratio(name)
-        columns[f"sqnr_db:{name}"] = (
+        columns[corrected_column("mse_ratio", name)] = decomposition.mse_ratio(name)
+        columns[corrected_column("sqnr_db", name)] = (
             10 * math.log10(signal / error) if defined and error and signal else None
         )
-        columns[f"underflow_frac:{name}"] = values["underflow"] / counted if counted else None
-        columns[f"gain:{name}"] = (
+        columns[corrected_column("underflow_frac", name)] = (
+            values["underflow"] / counted if counted else None
+        )
+        columns[corrected_column("gain", name)] = (
             values["qx"] / signal if signal and not decomposition.underflows else None
         )
-        columns[f"error_sum:{name}"] = values["e"]
+        columns[corrected_column("error_sum", name)] = values["e"]
         if correction.keeps_ideal and defined and error:
             dead, grid = (decomposition.sum(part) / error for part in ("deadzone2", "grid2"))
-            columns[f"reducible:{name}"] = 1 - dead - grid
-            columns[f"recoverable:{name}"], columns[f"irreducible:{name}"] = dead, grid
+            columns[corrected_column("reducible", name)] = 1 - dead - grid
+            (
+                columns[corrected_column("recoverable", name)],
+                columns[corrected_column("irreducible", name)],
+            ) = (
+                dead,
+                grid,
+            )
     return columns
 
 

@@ -14,9 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mxdiag.decomposition import METRICS
 from mxdiag.errors import RunError
 from mxdiag.run import schema as run_schema
+from mxdiag.run.columns import (
+    CHOICE_COLUMNS,
+    CSV_COLUMNS,
+    column_of,
+    corrected_column,
+    correction_of,
+)
 from mxdiag.run.stored_sums import SUMS_NPZ, RowSums, digest_of_sums, encode_sums, read_sums
 
 if TYPE_CHECKING:
@@ -27,23 +33,6 @@ SCHEMA_VERSION = 2
 _READ_AS_WELL = (1,)
 RUN_JSON, TENSORS_CSV, REPORT_HTML = "run.json", "tensors.csv", "report.html"
 
-#: Columns of tensors.csv before and after the correction columns `mse_ratio:<name>`.
-IDENTITY_COLUMNS = (
-    "layer",
-    "role",
-    "expert",
-    "operand",
-    "gemm",
-    "status",
-    "block_axis",
-    "shape",
-    "numel",
-    "dtype",
-    "calls",
-    "tokens",
-)
-COLUMNS = (*IDENTITY_COLUMNS, *METRICS)
-LAST_COLUMNS = ("recommended", "reason")
 _REQUIRED = ("schema_version", "model", "settings", "coverage", "tensors", "totals")
 
 
@@ -159,15 +148,15 @@ class Run:
     @property
     def corrections(self) -> list[str]:
         """Names of the corrections that the run evaluated."""
-        prefix = "mse_ratio:"
         kinds = dict.fromkeys(tuple(row) for row in self.tensors)  # rows with the same keys, once
-        names = (key[len(prefix) :] for keys in kinds for key in keys if key.startswith(prefix))
-        return list(dict.fromkeys(names))
+        names = (correction_of(key) for keys in kinds for key in keys)
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     @property
     def columns(self) -> list[str]:
         """Columns of `tensors.csv`, in order."""
-        return [*COLUMNS, *(f"mse_ratio:{name}" for name in self.corrections), *LAST_COLUMNS]
+        ratios = (corrected_column("mse_ratio", name) for name in self.corrections)
+        return [*CSV_COLUMNS, *ratios, *CHOICE_COLUMNS]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -180,12 +169,13 @@ class Run:
             columns=columns,
         )
         frame["shape"] = [_shape_text(shape) for shape in frame["shape"]]
-        for column in ("expert", "calls", "tokens", "nonfinite"):
-            frame[column] = frame[column].astype("Int64")
-        texts = {"layer", "role", "operand", "gemm", "status", "block_axis", "shape", "dtype"}
-        for column in columns:
-            if column not in texts | set(LAST_COLUMNS) | {"expert", "calls", "tokens", "nonfinite"}:
-                frame[column] = pd.to_numeric(frame[column])
+        for name in columns:
+            column = column_of(name)
+            assert column is not None
+            if column.kind == "integer" and name != "numel":
+                frame[name] = frame[name].astype("Int64")
+            elif column.kind in ("integer", "number", "fraction"):
+                frame[name] = pd.to_numeric(frame[name])
         return frame
 
     def csv(self) -> str:

@@ -1,4 +1,4 @@
-"""What a run must look like before anything is concluded from it: types, names, ranges.
+"""What a run must look like before anything is concluded from it, and the schema that says so.
 
 A damaged run is refused whole: a gate that skips what it cannot read would let it pass.
 """
@@ -6,26 +6,21 @@ A damaged run is refused whole: a gate that skips what it cannot read would let 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mxdiag.decomposition import METRICS
 from mxdiag.gemms import CELLS
-
-STATUSES = ("ok", "exact", "zero", "nonfinite", "not_observed")
-_CELLS = {(cell.operand, cell.gemm) for cell in CELLS}
-_NUMBERS = {*METRICS, "numel", "expert", "calls", "tokens", "rows", "measured"}
-_PREFIXES = (
-    "mse_ratio:",
-    "sqnr_db:",
-    "underflow_frac:",
-    "gain:",
-    "error_sum:",
-    "reducible:",
-    "recoverable:",
-    "irreducible:",
+from mxdiag.run.columns import (
+    CORRECTION_COLUMNS,
+    REQUIRED,
+    ROW_COLUMNS,
+    STATUSES,
+    Column,
+    column_of,
 )
-_TEXTS = ("role", "dtype", "block_axis", "recommended", "reason", "not_observed_reason")
+
+_TEXTS = tuple(column.name for column in ROW_COLUMNS if column.kind == "text")
+_CELLS = {(cell.operand, cell.gemm) for cell in CELLS}
 _COVERAGE_LISTS = ("excluded", "unsupported", "not_observed")
 _IMPACT_LISTS = ("forward", "backward", "both", "attribution", "rollout", "per_layer")
 
@@ -49,7 +44,7 @@ def fault(data: Mapping[str, Any]) -> str | None:
     if found is not None:
         return found
     for index, total in enumerate(data["totals"]):
-        found = _fields_fault(total) if isinstance(total, dict) else "no object"
+        found = _fields_fault(total, {}) if isinstance(total, dict) else "no object"
         if found is not None:
             return f"total {index}: {found}"
     return _optional_fault(data)
@@ -72,14 +67,15 @@ def _coverage_fault(coverage: Mapping[str, Any]) -> str | None:
 def _rows_fault(rows: Any) -> str | None:
     if not _is_list_of(rows, lambda row: isinstance(row, dict)):
         return "tensors is no list of rows"
+    checked: dict[str, str | None] = {}
     for index, row in enumerate(rows):
-        found = _row_fault(row)
+        found = _row_fault(row, checked)
         if found is not None:
             return f"row {index} ({row.get('layer')!r}): {found}"
     return None
 
 
-def _row_fault(row: Mapping[str, Any]) -> str | None:
+def _row_fault(row: Mapping[str, Any], checked: dict[str, str | None]) -> str | None:
     if not isinstance(row.get("layer"), str) or not row["layer"]:
         return "a row lacks its layer"
     if (row.get("operand"), row.get("gemm")) not in _CELLS:
@@ -94,17 +90,31 @@ def _row_fault(row: Mapping[str, Any]) -> str | None:
         return "shape is no list of numbers"
     if not _is_list_of(row.get("delta_hist", []), is_number):
         return "delta_hist is no list of numbers"
-    return _fields_fault(row)
+    return _fields_fault(row, checked)
 
 
-def _fields_fault(row: Mapping[str, Any]) -> str | None:
-    """Every number of a row or total: null or finite, fractions between 0 and 1."""
+#: Numbers of a total beside those of a row.
+_COUNTS = ("rows", "measured")
+
+
+def _fields_fault(row: Mapping[str, Any], checked: dict[str, str | None]) -> str | None:
+    """Every number of a row or total: null or finite, fractions between 0 and 1.
+
+    `checked` remembers the kind of each key that holds a number, None of the others.
+    """
     for key, value in row.items():
-        if value is None or not (key in _NUMBERS or key.startswith(_PREFIXES)):
+        if value is None:
+            continue
+        if key not in checked:
+            column = column_of(key)
+            own = "integer" if key in _COUNTS else column.kind if column else "text"
+            checked[key] = own if own in ("integer", "number", "fraction") else None
+        kind = checked[key]
+        if kind is None:
             continue
         if not is_number(value):
             return f"{key} is {str(value)[:40]!r}, no number"
-        if "_frac" in key and not 0 <= value <= 1:
+        if kind == "fraction" and not 0 <= value <= 1:
             return f"{key} is {value}, no fraction"
     return None
 
@@ -134,3 +144,106 @@ def _optional_fault(data: Mapping[str, Any]) -> str | None:
 
 def _is_list_of(value: Any, good: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(good(item) for item in value)
+
+
+# ---- the published schema ------------------------------------------------------------------------
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "text": {"type": ["string", "null"]},
+    "integer": {"type": ["integer", "null"]},
+    "number": {"type": ["number", "null"]},
+    "fraction": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+    "sizes": {"type": ["array", "string", "null"], "items": {"type": "integer"}},
+    "counts": {"type": "array", "items": {"type": "integer"}},
+}
+
+
+def _of_column(column: Column) -> dict[str, Any]:
+    """The schema of one column, with what it means."""
+    words = f"{column.meaning} {column.formula}".strip()
+    return {"title": column.title, "description": words, **_KINDS[column.kind]}
+
+
+def _values(columns: Iterable[Column]) -> dict[str, Any]:
+    return {column.name: _of_column(column) for column in columns}
+
+
+def _of_corrections() -> dict[str, Any]:
+    return {f"^{column.name}:.": _of_column(column) for column in CORRECTION_COLUMNS}
+
+
+def _list_of(kind: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": kind}
+
+
+def json_schema(version: int) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of `run.json`, made from the list of columns.
+
+    Keys that it does not name are allowed: later versions add some.
+    """
+    row = {
+        "type": "object",
+        "required": list(REQUIRED),
+        "properties": {
+            **_values(ROW_COLUMNS),
+            "layer": {**_values(ROW_COLUMNS)["layer"], "type": "string", "minLength": 1},
+            "operand": {"enum": ["W", "A", "G"]},
+            "gemm": {"enum": ["fprop", "dgrad", "wgrad"]},
+            "status": {"enum": list(STATUSES)},
+        },
+        "patternProperties": _of_corrections(),
+    }
+    derived = [column for column in ROW_COLUMNS if column.of == "sums" or column.name == "numel"]
+    total = {
+        "type": "object",
+        "required": ["operand", "gemm"],
+        "properties": {
+            "role": {"type": ["string", "null"], "description": "null: over all roles"},
+            "rows": {"type": "integer"},
+            "measured": {"type": "integer"},
+            **_values(derived),
+        },
+        "patternProperties": _of_corrections(),
+    }
+    unmeasured = _list_of({"type": "object", "properties": {"parameters": {"type": "integer"}}})
+    numbers = {
+        key: {"type": "number"}
+        for key in ("measured", "measured_parameters", "parameters", "parameter_fraction")
+    }
+    part = {"type": ["object", "null"]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "run.json of mxdiag",
+        "type": "object",
+        "required": ["schema_version", "model", "settings", "coverage", "tensors", "totals"],
+        "properties": {
+            "schema_version": {"const": version},
+            "mxdiag_version": {"type": "string"},
+            "created": {"type": "string", "format": "date-time"},
+            "model": {"type": "object"},
+            "settings": {"type": "object"},
+            "environment": {"type": "object"},
+            "calibration": {**part, "properties": {"records": {"type": "integer"}}},
+            "coverage": {
+                "type": "object",
+                "required": [*numbers, *_COVERAGE_LISTS],
+                "properties": {**numbers, **dict.fromkeys(_COVERAGE_LISTS, unmeasured)},
+            },
+            "tensors": _list_of(row),
+            "totals": _list_of(total),
+            "corrections": {
+                "type": ["object", "null"],
+                "additionalProperties": {
+                    "type": "object",
+                    "additionalProperties": {"type": "number"},
+                },
+            },
+            "impact": {
+                **part,
+                "properties": {key: _list_of({"type": "object"}) for key in _IMPACT_LISTS},
+            },
+            "recommendation": part,
+            "sums": {"type": ["string", "null"], "description": "SHA-256 of sums.npz"},
+            "warnings": _list_of({"type": "string"}),
+        },
+    }

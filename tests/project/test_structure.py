@@ -62,7 +62,8 @@ commands
   .                env
 api
 
-cli                options output diff env gate impact merge recommend report sample scan show
+cli                options output diff env gate impact merge recommend report sample scan schema
+cli                show
 __main__
 """
 

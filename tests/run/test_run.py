@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from mxdiag.errors import RunError
-from mxdiag.run.run import COLUMNS, Run, write_atomically
+from mxdiag.run.columns import CSV_COLUMNS
+from mxdiag.run.run import Run, write_atomically
 
 HOSTILE = (
     "a,b",
@@ -65,8 +66,8 @@ def test_csv_round_trips_hostile_names(tmp_path):
     run.write(tmp_path)
     frame = pd.read_csv(tmp_path / "tensors.csv", keep_default_na=True)
     assert tuple(frame["layer"]) == HOSTILE
-    assert list(frame.columns[: len(COLUMNS)]) == list(COLUMNS)
-    assert list(frame.columns[len(COLUMNS) :]) == ["mse_ratio:mbs", "recommended", "reason"]
+    assert list(frame.columns[: len(CSV_COLUMNS)]) == list(CSV_COLUMNS)
+    assert list(frame.columns[len(CSV_COLUMNS) :]) == ["mse_ratio:mbs", "recommended", "reason"]
     assert frame["sqnr_db"][1] == 18.1 + 1 / 3  # the shortest form that reads back exactly
 
 

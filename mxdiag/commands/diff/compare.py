@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mxdiag.decomposition import METRICS
-from mxdiag.run.columns import Key, Row, finite, key_of
+from mxdiag.run.columns import Key, Row, correction_of, finite, key_of
 from mxdiag.run.run import Run, strict
 
 #: Relative difference below which a number has not moved: the fast paths agree with the reference
@@ -248,7 +248,7 @@ def _change(
 def _moved(old: Row, new: Row, tolerance: float) -> dict[str, Pair]:
     """The metrics that differ. The closure residual is rounding, so that it always does."""
     names = [name for name in METRICS if name != "closure_residual"]
-    ratios = [name for name in {**old, **new} if name.startswith("mse_ratio:")]
+    ratios = [name for name in {**old, **new} if correction_of(name)]
     # A correction that only one of the runs evaluated has not moved.
     names += [name for name in ratios if name in old and name in new]
     pairs = {

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from mxdiag.commands.diff.compare import settings_changes
 from mxdiag.commands.gate.budget import (
     MORE_IS_BETTER,
-    RATIO,
     Allowance,
     Budget,
     ChangeLimit,
@@ -20,7 +19,7 @@ from mxdiag.commands.gate.measures import UNMEASURED, Exact, Subject, Value, met
 from mxdiag.commands.gate.verdict import Check, Finding, Verdict, apart, metric_text
 from mxdiag.commands.gate.violation import severity
 from mxdiag.errors import BudgetError
-from mxdiag.run.columns import Key, Row, key_of
+from mxdiag.run.columns import Key, Row, correction_of, key_of
 from mxdiag.run.run import Run
 
 #: What a baseline means to a budget without `[[change]]` rules.
@@ -92,9 +91,9 @@ def _notes(now: Mapping[Key, Row], before: Mapping[Key, Row]) -> Iterator[str]:
 
 def _require_corrections(rule: ChangeRule, runs: Mapping[str, Run], budget: Budget) -> None:
     for limit in rule.limits:
-        name = limit.metric.removeprefix(RATIO)
+        name = correction_of(limit.metric)
         for which, run in runs.items():
-            if limit.metric.startswith(RATIO) and name not in run.corrections:
+            if name is not None and name not in run.corrections:
                 raise BudgetError(
                     f"rule {rule.name!r} needs the correction {name!r}, which {which} did not "
                     "evaluate",

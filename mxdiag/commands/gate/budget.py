@@ -13,7 +13,6 @@ from mxdiag.decomposition import METRICS
 
 LEVELS = ("error", "warn")
 AGGREGATES = ("mean", "median", "p95", "worst", "energy")
-RATIO = "mse_ratio:"
 
 _ANY = (-math.inf, math.inf)
 _FRACTION = (0.0, 1.0)

@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterable
 
 from mxdiag.commands.gate import against_baseline, coverage, impact
-from mxdiag.commands.gate.budget import RATIO, Budget, Globs, Limit, Rule
+from mxdiag.commands.gate.budget import Budget, Globs, Limit, Rule
 from mxdiag.commands.gate.measures import UNMEASURED, Subject, aggregate, metric_of, passes
 from mxdiag.commands.gate.verdict import Check, Finding, Verdict
 from mxdiag.commands.gate.violation import bound_text, check_id, description, violation
 from mxdiag.errors import BudgetError
-from mxdiag.run.columns import Row
+from mxdiag.run.columns import Row, correction_of
 from mxdiag.run.run import Run
 
 
@@ -116,7 +116,7 @@ def _nearest(rule: Rule, items: Iterable[Row]) -> str:
 
 
 def _require_correction(rule: Rule, subject: Subject, budget: Budget) -> None:
-    names = {limit.metric.removeprefix(RATIO) for limit in rule.limits if RATIO in limit.metric}
+    names = {name for limit in rule.limits if (name := correction_of(limit.metric)) is not None}
     names |= {rule.after} if rule.after is not None else set()
     known = subject.corrections
     for name in sorted(names.difference(known)):

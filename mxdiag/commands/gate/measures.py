@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from mxdiag.commands.gate.budget import ENERGY_WEIGHTS, MORE_IS_BETTER, RATIO, Globs, Limit
-from mxdiag.run.columns import Row, finite
+from mxdiag.commands.gate.budget import ENERGY_WEIGHTS, MORE_IS_BETTER, Globs, Limit
+from mxdiag.run.columns import Row, corrected_column, correction_of, finite
 from mxdiag.run.run import Run
 
 
@@ -81,15 +81,15 @@ def metric_of(row: Row, metric: str, after: str | None = None) -> Value:
     value = finite(row.get(metric))
     if after is not None:
         return _corrected(row, metric, value, after)
-    if value is None and is_exact(row) and (metric in _OF_THE_ERROR or metric.startswith(RATIO)):
+    if value is None and is_exact(row) and (metric in _OF_THE_ERROR or correction_of(metric)):
         return EXACT
     return value
 
 
 def _corrected(row: Row, metric: str, value: float | None, after: str) -> Value:
     if metric == "underflow_frac":
-        return finite(row.get(f"underflow_frac:{after}"))
-    ratio = finite(row.get(f"{RATIO}{after}"))
+        return finite(row.get(corrected_column("underflow_frac", after)))
+    ratio = finite(row.get(corrected_column("mse_ratio", after)))
     if is_exact(row):
         return EXACT if metric == "sqnr_db" else value
     if ratio is None or value is None or ratio < 0:
@@ -185,7 +185,11 @@ def _energy_ratio(rows: Sequence[Row], metric: str, after: str | None) -> Value:
         pair = energies(row)
         if pair is None:
             return None
-        ratio = 1.0 if after is None or pair[1] == 0 else finite(row.get(f"{RATIO}{after}"))
+        ratio = (
+            1.0
+            if after is None or pair[1] == 0
+            else finite(row.get(corrected_column("mse_ratio", after)))
+        )
         if ratio is None:
             return None
         signal.append(pair[0])

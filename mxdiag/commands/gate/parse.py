@@ -58,7 +58,6 @@ from mxdiag.commands.gate.budget import (
     LAYER_RANGES,
     LEVELS,
     METRIC_RANGES,
-    RATIO,
     Allowance,
     Budget,
     ChangeLimit,
@@ -69,6 +68,7 @@ from mxdiag.commands.gate.budget import (
     Rule,
 )
 from mxdiag.errors import BudgetError
+from mxdiag.run.columns import corrected_column, correction_of
 
 Ranges = Mapping[str, tuple[float, float]]
 
@@ -188,8 +188,8 @@ def _advice(name: str, known: Iterable[str]) -> str:
 def _range(bounds: _Table, metric: str, ranges: Ranges, *, ratios: bool) -> tuple[float, float]:
     if metric in ranges:
         return ranges[metric]
-    if not ratios or not metric.startswith(RATIO) or metric == RATIO:
-        known = [*ranges, f"{RATIO}<correction>"] if ratios else ranges
+    if not ratios or not correction_of(metric):
+        known = [*ranges, corrected_column("mse_ratio", "<correction>")] if ratios else ranges
         bounds.fail(f"unknown metric {metric!r}", metric, _advice(metric, known))
     return (0.0, math.inf)
 
@@ -276,7 +276,7 @@ def _row_rule(table: _Table, fields: Sequence[str], *, aggregates: bool) -> Rule
                 "after",
                 f"Bound one of {', '.join(AFTER_METRICS)}, or drop 'after'",
             )
-        weighable = limit.metric in ENERGY_WEIGHTS or limit.metric.startswith(RATIO)
+        weighable = limit.metric in ENERGY_WEIGHTS or correction_of(limit.metric)
         if aggregate == "energy" and not weighable:
             table.fail(
                 f"{limit.metric!r} of many rows does not follow from their energies",

@@ -9,6 +9,7 @@ from typing import Any
 
 from mxdiag.quantize.corrections.base import Correction, Cost
 from mxdiag.quantize.corrections.bf16 import Bf16
+from mxdiag.run.columns import correction_of
 
 #: Name of "no correction", and of what is left where none helps.
 NO_CORRECTION, FALLBACK = "mxfp4", "bf16"
@@ -16,7 +17,6 @@ NO_CORRECTION, FALLBACK = "mxfp4", "bf16"
 MENTIONED_SHARE = 0.1
 #: How far in dB the mean over tokens lies below the whole when a few tokens hide the others.
 HIDDEN_DB = 1.0
-_COLUMN = "mse_ratio:"
 _SHARES = {
     "reducible": "reducible scale bias",
     "recoverable": "recoverable deadzone",
@@ -119,8 +119,8 @@ def as_number(value: Any) -> float | None:
 
 def read_row(source: Mapping[str, Any]) -> RecommendRow:
     """A row of `run.json` or of the run's frame."""
-    columns = {key: value for key, value in source.items() if key.startswith(_COLUMN)}
-    ratios = {key[len(_COLUMN) :]: as_number(value) for key, value in columns.items()}
+    named = ((correction_of(key), value) for key, value in source.items())
+    ratios = {name: as_number(value) for name, value in named if name is not None}
     shares = {name: as_number(source.get(name)) for name in _SHARES}
     error, expert = as_number(source.get("rel_mse")), as_number(source.get("expert"))
     status = source["status"]

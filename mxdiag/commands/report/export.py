@@ -9,6 +9,7 @@ from mxdiag.commands.report import summary
 from mxdiag.commands.report.escape import markdown_code
 from mxdiag.commands.report.predictions import predictions
 from mxdiag.errors import UsageError
+from mxdiag.run.columns import corrected_column
 from mxdiag.run.run import Run, write_atomically
 
 #: Corrections in the Markdown's table; a longer one does not fit a comment.
@@ -46,14 +47,16 @@ def _corrections(run: Run) -> list[str]:
     names = [
         name
         for name in costs
-        if any(f"mse_ratio:{name}" in total for total in summary.overall(run))
+        if any(corrected_column("mse_ratio", name) in total for total in summary.overall(run))
         and not (name.startswith("scale:m") and name[7:].isdigit())
     ][:_CORRECTIONS_SHOWN]
     if not names:
         return []
     rows = []
     for total in summary.overall(run):
-        cells = [summary.number(total.get(f"mse_ratio:{name}"), 3) for name in names]
+        cells = [
+            summary.number(total.get(corrected_column("mse_ratio", name)), 3) for name in names
+        ]
         floor = None if total.get("reducible") is None else 1 - total["reducible"]
         rows.append([f"{total['operand']}·{total['gemm']}", *cells, summary.number(floor, 3)])
     heads = ["MSE ratio after", *(_escape(name) for name in names), "floor of an ideal scale"]

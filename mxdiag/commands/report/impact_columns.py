@@ -10,7 +10,7 @@ from mxdiag.run.columns import finite
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ImpactColumn:
     """One number of an entry.
 
     Attributes
@@ -35,26 +35,26 @@ class Column:
 
 
 _COLUMNS = (
-    Column("loss", "loss", 4, "loss"),
-    Column("loss_change", "Δ loss", 4, 0.0),
-    Column("kl_mean", "KL", 4, 0.0, "kl_mean"),
-    Column("kl_p95", "KL p95", 3, 0.0, "kl_mean"),
-    Column("agreement", "agreement", 3, 1.0, "agreement"),
-    Column("entropy", "entropy", 4, "entropy", "entropy"),
-    Column("entropy_change", "Δ entropy", 4, 0.0, "entropy"),
-    Column("t_eff_measured", "T", 3, 1.0, "t_eff"),
-    Column("t_eff_predicted", "T predicted", 3, 1.0, "t_eff"),
-    Column("routing_changed", "rerouted", 3, 0.0, "routing"),
-    Column("cosine_mean", "cosine", 4, 1.0, "cosine"),
-    Column("norm_ratio_mean", "norm ratio", 4, 1.0, "cosine"),
-    Column("snr_db_mean", "SNR dB", 2, math.inf, "gradient_snr"),
-    Column("first_divergence_mean", "tokens before first difference", 1, math.inf),
-    Column("identical", "identical", 3, 1.0),
-    Column("log_ratio_abs_mean", "|log ratio|", 4, 0.0, "log_ratio"),
-    Column("log_ratio_abs_p95", "|log ratio| p95", 4, 0.0, "log_ratio"),
-    Column("log_ratio_mean", "mean log ratio", 4, 0.0, "log_ratio"),
-    Column("ess", "effective samples", 3, 1.0, "ess"),
-    Column("outside_clip", "outside clip", 3, 0.0, "log_ratio"),
+    ImpactColumn("loss", "loss", 4, "loss"),
+    ImpactColumn("loss_change", "Δ loss", 4, 0.0),
+    ImpactColumn("kl_mean", "KL", 4, 0.0, "kl_mean"),
+    ImpactColumn("kl_p95", "KL p95", 3, 0.0, "kl_mean"),
+    ImpactColumn("agreement", "agreement", 3, 1.0, "agreement"),
+    ImpactColumn("entropy", "entropy", 4, "entropy", "entropy"),
+    ImpactColumn("entropy_change", "Δ entropy", 4, 0.0, "entropy"),
+    ImpactColumn("t_eff_measured", "T", 3, 1.0, "t_eff"),
+    ImpactColumn("t_eff_predicted", "T predicted", 3, 1.0, "t_eff"),
+    ImpactColumn("routing_changed", "rerouted", 3, 0.0, "routing"),
+    ImpactColumn("cosine_mean", "cosine", 4, 1.0, "cosine"),
+    ImpactColumn("norm_ratio_mean", "norm ratio", 4, 1.0, "cosine"),
+    ImpactColumn("snr_db_mean", "SNR dB", 2, math.inf, "gradient_snr"),
+    ImpactColumn("first_divergence_mean", "tokens before first difference", 1, math.inf),
+    ImpactColumn("identical", "identical", 3, 1.0),
+    ImpactColumn("log_ratio_abs_mean", "|log ratio|", 4, 0.0, "log_ratio"),
+    ImpactColumn("log_ratio_abs_p95", "|log ratio| p95", 4, 0.0, "log_ratio"),
+    ImpactColumn("log_ratio_mean", "mean log ratio", 4, 0.0, "log_ratio"),
+    ImpactColumn("ess", "effective samples", 3, 1.0, "ess"),
+    ImpactColumn("outside_clip", "outside clip", 3, 0.0, "log_ratio"),
 )
 IMPACT_COLUMNS = {column.name: column for column in _COLUMNS}
 #: Fields that are no column of a fixed table.
@@ -81,7 +81,7 @@ ROLLOUT_TITLES = {
 }
 
 
-def columns_of(*names: str) -> tuple[Column, ...]:
+def columns_of(*names: str) -> tuple[ImpactColumn, ...]:
     """The columns of these fields."""
     return tuple(IMPACT_COLUMNS[name] for name in names)
 
@@ -107,7 +107,9 @@ def deviations(entry: ImpactEntry, name: str) -> tuple[float | None, float | Non
     return finite(entry.get(f"{name}_sd")), finite(entry.get(f"{name}_boot_sd"))
 
 
-def is_noise(entry: ImpactEntry, column: Column, reference: ImpactEntry | None = None) -> bool:
+def is_noise(
+    entry: ImpactEntry, column: ImpactColumn, reference: ImpactEntry | None = None
+) -> bool:
     """Whether a number lies within NOISE_SDS of its larger deviation of no effect.
 
     A measure that the reference has too moves with the records and the jitter as the reference's

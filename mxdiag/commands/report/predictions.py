@@ -10,6 +10,7 @@ from mxdiag.commands.report.html.encode import place_of
 from mxdiag.commands.report.summary import overall, percent
 from mxdiag.errors import UsageError
 from mxdiag.quantize.corrections.registry import parse_corrections
+from mxdiag.run.columns import correction_of
 from mxdiag.run.run import Run
 
 _PAPER = "arXiv 2605.20402"
@@ -62,8 +63,8 @@ def _corrections(total: dict[str, Any], cell: str) -> list[Prediction]:
         return []
     found = []
     for column, measured in total.items():
-        head, _, name = column.partition("mse_ratio:")
-        if head or not name:
+        name = correction_of(column)
+        if name is None:
             continue
         if measured is None or (name.startswith("scale:m") and name != _SWEEP_END):
             continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxdiag.commands.report.html.encode import place_of
+from mxdiag.run.columns import corrected_column
 from mxdiag.run.run import Run
 
 #: Operand and GEMM pairs in the order in which every list shows them.
@@ -154,9 +155,10 @@ def _remedy(run: Run, row: dict[str, Any]) -> str:
     """The recommended correction, or the cheapest that gains 3 dB, or the best there is."""
     costs = run.data.get("corrections") or {}
     gains = {
-        name: -10 * math.log10(row[f"mse_ratio:{name}"])
+        name: -10 * math.log10(row[corrected_column("mse_ratio", name)])
         for name in costs
-        if _number(row, f"mse_ratio:{name}") and row[f"mse_ratio:{name}"] > 0
+        if _number(row, corrected_column("mse_ratio", name))
+        and row[corrected_column("mse_ratio", name)] > 0
     }
     if not gains:
         return ""

@@ -20,7 +20,8 @@ from mxdiag.commands.report.html import encode, impact
 from mxdiag.commands.report.html import page as report_html
 from mxdiag.commands.report.html.page import render_html
 from mxdiag.commands.report.predictions import predictions
-from mxdiag.run.run import COLUMNS, Run
+from mxdiag.run.columns import CSV_COLUMNS
+from mxdiag.run.run import Run
 from report_fixtures import HOSTILE, dense_run, large_run, moe_run, renamed, with_impact
 
 
@@ -193,7 +194,7 @@ def test_impact_table_marks_noise(dense: Run) -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    assert set(COLUMNS) <= set(TERMS)
+    assert set(CSV_COLUMNS) <= set(TERMS)
     assert set(MAP_METRICS) <= set(TERMS)
     assert all(term.meaning and term.source for term in TERMS.values())
 

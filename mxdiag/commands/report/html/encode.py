@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from mxdiag.decomposition import METRICS
-from mxdiag.run.run import LAST_COLUMNS, Run
+from mxdiag.run.columns import CHOICE_COLUMNS, correction_of
+from mxdiag.run.run import Run
 
-_TEXTS = ("role", "operand", "gemm", "status", "block_axis", "shape", "dtype", *LAST_COLUMNS)
+_TEXTS = ("role", "operand", "gemm", "status", "block_axis", "shape", "dtype", *CHOICE_COLUMNS)
 _COUNTS = ("expert", "numel", "calls", "tokens", "nonfinite")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _BINS = 32
@@ -177,7 +178,7 @@ def encode_rows(run: Run) -> dict[str, Any]:
         "place": encode_items(place),
         "hist": _histograms(run),
         "delta": _delta_totals(run),
-        "measures": [*METRICS, *(name for name in names if name.startswith("mse_ratio:"))],
+        "measures": [*METRICS, *(name for name in names if correction_of(name))],
     }
 
 

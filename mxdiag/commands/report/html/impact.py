@@ -11,7 +11,7 @@ from mxdiag.commands.report.html.encode import place_of
 from mxdiag.commands.report.impact_columns import (
     BACKWARD,
     ROLLOUT_TITLES,
-    Column,
+    ImpactColumn,
     columns_of,
     deviations,
     is_noise,
@@ -41,7 +41,10 @@ PAGE_ROLLOUT = columns_of(
     "outside_clip",
 )
 #: Splits have no reference of their own: their entropy has no value that means "no effect".
-_SPLIT = (*columns_of("kl_mean", "agreement"), Column("entropy", "entropy", 4, None, "entropy"))
+_SPLIT = (
+    *columns_of("kl_mean", "agreement"),
+    ImpactColumn("entropy", "entropy", 4, None, "entropy"),
+)
 _UNITS_SHOWN = 40
 #: Fields whose value is the name of another field.
 _NAMES_OF_FIELDS = ("predictor", "measure")
@@ -85,7 +88,9 @@ def _fixed(value: float, digits: int) -> str:
     return f"{value:.2g}" if small else f"{value:.{digits}f}"
 
 
-def _cell(entry: Mapping[str, Any], column: Column, reference: Mapping[str, Any]) -> TableCell:
+def _cell(
+    entry: Mapping[str, Any], column: ImpactColumn, reference: Mapping[str, Any]
+) -> TableCell:
     value = finite(entry.get(column.name))
     if value is None:
         return TableCell("n/a")
@@ -96,7 +101,7 @@ def _cell(entry: Mapping[str, Any], column: Column, reference: Mapping[str, Any]
 def _measured(
     title: str,
     entries: Sequence[Mapping[str, Any]],
-    columns: Iterable[Column],
+    columns: Iterable[ImpactColumn],
     reference: Mapping[str, Any],
     texts: Sequence[str] = ("config", "operands"),
     **more: Any,
@@ -122,7 +127,7 @@ def _plain(title: str, found: Any, skip: Sequence[str] = (), note: str = "") -> 
     fields = dict.fromkeys(name for entry in entries for name in entry if name not in skip)
     texts = [name for name in fields if any(isinstance(entry.get(name), str) for entry in entries)]
     numbers = [
-        Column(name, named(name), 4, 0.0)
+        ImpactColumn(name, named(name), 4, 0.0)
         for name in fields
         if name not in texts
         and not name.endswith("_sd")
@@ -161,8 +166,8 @@ def _split(found: Any) -> list[dict[str, Any]]:
     return [entry for group in parts.values() for entry in group]
 
 
-def _splits(title: str, found: Any, columns: Iterable[Column]) -> ImpactTable | None:
-    columns = (Column("tokens", named("tokens"), 0, None), *columns)
+def _splits(title: str, found: Any, columns: Iterable[ImpactColumn]) -> ImpactTable | None:
+    columns = (ImpactColumn("tokens", named("tokens"), 0, None), *columns)
     return _measured(title, _split(found), columns, {}, ("config", "part", "operands"))
 
 
@@ -180,7 +185,7 @@ def _worst(impact: Mapping[str, Any]) -> ImpactTable | None:
     rows = [
         (
             [_index(item.get(name)) for name in ("record", "position", "token")],
-            [_cell(item, Column("kl", "KL", 4, None), {})],
+            [_cell(item, ImpactColumn("kl", "KL", 4, None), {})],
         )
         for item in found
     ]
@@ -252,11 +257,11 @@ def validation(recommendation: Mapping[str, Any] | None) -> dict[str, Any] | Non
     if not isinstance(found, dict):
         return None
     columns = (
-        Column("plain", "plain MXFP4", 4, None),
-        Column("recommended", "recommended", 4, None),
-        Column("predicted_ratio", "ratio expected", 3, None),
-        Column("predicted_by_sensitivity", "expected from single layers", 3, None),
-        Column("measured_ratio", "ratio measured", 3, 1.0),
+        ImpactColumn("plain", "plain MXFP4", 4, None),
+        ImpactColumn("recommended", "recommended", 4, None),
+        ImpactColumn("predicted_ratio", "ratio expected", 3, None),
+        ImpactColumn("predicted_by_sensitivity", "expected from single layers", 3, None),
+        ImpactColumn("measured_ratio", "ratio measured", 3, 1.0),
     )
     rows = [
         {**row, "measure": named(str(row.get("measure", "")))}

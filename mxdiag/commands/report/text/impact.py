@@ -17,7 +17,7 @@ from mxdiag.commands.impact.verdict import NOISE_SDS, ImpactEntry
 from mxdiag.commands.report.impact_columns import (
     BACKWARD,
     ROLLOUT_TITLES,
-    Column,
+    ImpactColumn,
     columns_of,
     is_noise,
     order,
@@ -44,7 +44,7 @@ TERMINAL_ROLLOUT = columns_of(
 _SHARES = (("scale", "scale bias"), ("deadzone", "deadzone"), ("grid", "grid noise"))
 
 
-def _cell(entry: ImpactEntry, column: Column) -> Text:
+def _cell(entry: ImpactEntry, column: ImpactColumn) -> Text:
     value, sd = entry.get(column.name), entry.get(f"{column.name}_sd")
     if value is None:
         return Text("–")
@@ -55,7 +55,9 @@ def _cell(entry: ImpactEntry, column: Column) -> Text:
     return Text(f"~{text}" if noise else text, style="dim" if noise else "")
 
 
-def _table(entries: Iterable[ImpactEntry], columns: Iterable[Column], title: str) -> Table | None:
+def _table(
+    entries: Iterable[ImpactEntry], columns: Iterable[ImpactColumn], title: str
+) -> Table | None:
     entries = list(entries)
     used = [c for c in columns if any(entry.get(c.name) is not None for entry in entries)]
     if not used:
@@ -89,7 +91,9 @@ def _causes(entries: Iterable[ImpactEntry]) -> Table | None:
     for _, label in (*_SHARES, ("total", "total")):
         table.add_column(label, justify="right", no_wrap=True)
     for entry in entries:
-        columns = [Column(name, label, 4, 0.0) for name, label in (*_SHARES, ("total", "total"))]
+        columns = [
+            ImpactColumn(name, label, 4, 0.0) for name, label in (*_SHARES, ("total", "total"))
+        ]
         table.add_row(
             *(Text(str(entry[key])) for key in ("measure", "pass", "operands")),
             *(_cell(entry, column) for column in columns),

@@ -20,7 +20,7 @@ from mxdiag.commands.report.text.tables import (
 )
 from mxdiag.errors import UsageError
 from mxdiag.formats import MXFP4, SCALE_RULES
-from mxdiag.run.columns import Row
+from mxdiag.run.columns import Row, corrected_column
 from mxdiag.run.run import Run
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -238,7 +238,9 @@ def bars_of(counts: Iterable[int]) -> str:
 def _corrections(run: Run, row: Row) -> Table | None:
     """Each evaluated correction: what it leaves of the error, and what it costs; cheapest first."""
     costs = run.data.get("corrections") or {}
-    names = [name for name in run.corrections if row.get(f"mse_ratio:{name}") is not None]
+    names = [
+        name for name in run.corrections if row.get(corrected_column("mse_ratio", name)) is not None
+    ]
     if not names:
         return None
 
@@ -251,7 +253,7 @@ def _corrections(run: Run, row: Row) -> Table | None:
     for column in ("MSE ratio", "gain dB", "SQNR dB", "bits", "passes", "rotations"):
         table.add_column(column, justify="right", no_wrap=True)
     for name in sorted(names, key=cost):
-        ratio = row[f"mse_ratio:{name}"]
+        ratio = row[corrected_column("mse_ratio", name)]
         gain = -10 * math.log10(ratio) if ratio > 0 else None
         after = None if gain is None or row.get("sqnr_db") is None else row["sqnr_db"] + gain
         known = costs.get(name) or {}
